@@ -1,8 +1,7 @@
 """The program: commands, configs, launcher, records, reports. Begin with island.py.
 
-`diloco.Islands` and `diloco.data` are for a training loop of one's own (own_loop/).
-
-`inner` and `outer` are imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
+`diloco.Islands` and `diloco.data` serve other training loops (own_loop/). `inner` and `outer` are
+imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
 """
 
 import os
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _refuse_windows() -> None:
-    """Raise ImportError where processes, signals and file locks are not those of POSIX."""
+    """Raise ImportError on systems without the processes, signals and file locks of POSIX."""
     if os.name != "posix":
         raise ImportError(
             f"diloco does not run on this system ({sys.platform}): it needs the processes, signals and file locks of "
@@ -25,9 +24,10 @@ def _refuse_windows() -> None:
 
 
 def _use_own_packages() -> None:
-    """Let `import inner` and `import outer` find this project's packages, whoever else has packages of these names.
+    """Make `import inner` and `import outer` find this project's packages.
 
-    Raises ImportError when another project's package of that name has been imported already.
+    Other projects may have packages of these names. Raises ImportError if such a package has
+    already been imported.
     """
     bundled = Path(__file__).parent / "_bundled"
     home = bundled if bundled.is_dir() else Path(__file__).parents[1]
@@ -46,7 +46,10 @@ _use_own_packages()
 
 
 def __getattr__(name: str) -> object:
-    """`diloco.Islands` and `diloco.data`, which import torch: commands that need none do not wait for it."""
+    """Import `diloco.Islands` or `diloco.data` on first use.
+
+    They need torch, and commands that do not need torch shall not wait for it.
+    """
     if name == "Islands":
         from diloco.own_loop.islands import Islands
 

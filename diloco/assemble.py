@@ -1,4 +1,4 @@
-"""Builds what one rank of an island works with, in the order in which the pieces need one another."""
+"""Builds what one rank of an island works with, in the order of dependencies."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -54,15 +54,15 @@ class Runtime:
     """Called with the seconds of each inner step; a fault may make it sleep."""
     activity: ActivityMonitor
     stage: int
-    """The stage of the run for which trainer and batches are set; -1 before the first round."""
+    """The stage of the run that trainer and batches are set for; -1 before the first round."""
     turns: AbstractContextManager
-    """Held while the model computes; it limits how many islands of one process do so at once."""
+    """Held while the model computes, to limit how many islands of one process compute at once."""
     evaluations: SharedEvaluations | None
-    """What the islands of this process evaluate together; None in a process with one island."""
+    """Evaluations that the islands of this process share; None in a process with one island."""
     tokens: int = 0
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
-    """Where this rank's time goes."""
+    """Where this rank's training thread spends its time."""
 
     @property
     def outer(self) -> OuterLoop:
@@ -82,7 +82,7 @@ class Runtime:
 
     @property
     def stage_config(self) -> RunConfig:
-        """The run's config as it is in the stage."""
+        """The run's config with the settings of the current stage."""
         return at_stage(self.config, max(self.stage, 0))
 
     def enter_stage(self, number: int) -> None:
@@ -101,7 +101,7 @@ class Runtime:
 
 
 def describe_reading(config: RunConfig) -> str:
-    """What a stage may change of how the text is read, in words."""
+    """Describe the settings of reading that a stage may change."""
     weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in config.data.mixture)
     shares = f"; weights {weights}" if weights else ""
     return f"steps of {config.optimizer.tokens_per_step} tokens, sequences of {config.data.seq_len}{shares}"
@@ -110,7 +110,10 @@ def describe_reading(config: RunConfig) -> str:
 def build_trainer(
     config: RunConfig, island: IslandConfig, corpus: Corpus, device: str, *, num_islands: int = 1
 ) -> Trainer:
-    """The inner trainer. With `num_islands` it trains data-parallel on the tokens of so many islands in each step."""
+    """Build the inner trainer.
+
+    Each step trains data-parallel on the tokens of `num_islands` islands.
+    """
     optimizer = of_all_islands(at_stage(config, 0), num_islands).optimizer
     degrees = resolve_degrees(island.mesh, island.ranks)
     settings = TrainerSettings(
@@ -133,7 +136,7 @@ def build_trainer(
 
 
 def of_all_islands(config: RunConfig, num_islands: int) -> RunConfig:
-    """The config with the tokens of all islands in a step: that of data-parallel training."""
+    """Return the config of data-parallel training, whose steps take the tokens of all islands."""
     tokens = config.optimizer.tokens_per_step * num_islands
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"tokens_per_step": tokens})})
 
@@ -187,9 +190,10 @@ def open_runtime(
 
 
 def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
-    """The corpus in the order in which the run's islands read it in the stage that begins after these borders.
+    """Return the corpus in the order in which the run's islands read it after these borders.
 
-    Raises InputError if there is too little of it for any of the stages.
+    The borders are those of the stages so far. Raises InputError if there is too little of the
+    corpus for any of the stages.
     """
     start = StageStart()
     if config.stages:
@@ -205,7 +209,7 @@ def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int
 
 
 def read_stage(config: RunConfig) -> StageReading:
-    """How a stage with this config reads the text."""
+    """Return how a stage with this config reads the text."""
     weights = [entry.weight for entry in config.data.mixture] or [1.0]
     seq_len = config.data.seq_len
     return StageReading(weights, seq_len, config.optimizer.tokens_per_step // seq_len)

@@ -1,4 +1,4 @@
-"""Opens what one rank of an island speaks to other islands through."""
+"""Opens the connections of one rank to other islands."""
 
 import logging
 import os
@@ -46,11 +46,11 @@ class Shared:
 def open_connections(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path, shared: Shared | None
 ) -> Iterator[tuple[Network, EventLoop]]:
-    """The connections of one rank to other islands, and the event loop that owns them, until the block ends.
+    """Open the connections of one rank to other islands, and yield them with their event loop.
 
     Every rank of the island must enter it. `shared` is given if other islands run in this process.
     """
-    # A lone island needs no network.
+    # An island that is alone in its process has a hub, the loopback network, for itself.
     hub, event_loop = (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
     with ExitStack() as stack:
         if shared is None:
@@ -63,10 +63,10 @@ def open_connections(
 def build_network_settings(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path, hub: Hub
 ) -> NetworkSettings:
-    """Who this rank is on the network, and how it connects. Every rank of the island calls it together."""
-    # The island's ranks trust each other, and all of them speak in its name.
+    """Return who this rank is on the network, and how it connects. Every rank calls it together."""
+    # The island's ranks trust each other, and all of them sign with its key.
     key = IslandKey(ranks.on_leader(lambda: load_island_key(folder / KEY_FILE).secret))
-    # Settings of the same name are the island's own.
+    # Settings that have the same name in both are copied from the island's config.
     names = {field.name for field in fields(NetworkSettings)} & IslandConfig.model_fields.keys()
     return NetworkSettings(
         run_id=config.name,
@@ -76,7 +76,7 @@ def build_network_settings(
         island_key=key,
         names_path=folder / NAMES_FILE if ranks.is_leader else None,
         ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
-        # The nodes of an island share its folder, and each has a libp2p daemon with a key of its own.
+        # The nodes of an island share its folder, and each has a libp2p daemon with its own key.
         identity_path=folder / ("identity.key" if ranks.is_leader else f"identity-{ranks.rank}.key"),
         hub=hub,
         **{name: getattr(island, name) for name in names},
@@ -84,9 +84,10 @@ def build_network_settings(
 
 
 def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings: NetworkSettings) -> Network:
-    """Open the rank's connections to other islands. The leader checks that they run the same config.
+    """Open the rank's connections to other islands.
 
-    The leader opens first, then the first rank of each other node, then all that may share what those have opened.
+    The leader checks that they run the same config. The leader opens first, then the first rank of
+    each other node, then the other ranks, which may share the connections of the first ones.
     """
     first = find_first_of_node(ranks)
     my_turn = "leader" if ranks.is_leader else "first of node" if first == ranks.rank else "others"
@@ -99,21 +100,25 @@ def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings
         daemon_address = ranks.gather(network.daemon_address if network else None)[first]
     assert network is not None
     if network.membership is not None:
-        with suppress(DifferingConfigsError):  # `publish_config` says so, and goes by this island's own
+        with suppress(DifferingConfigsError):  # `publish_config` warns of it
             check_same_run(config, event_loop.run(network.membership.read_config()))
         event_loop.run(network.membership.publish_config(swarm_text(config)))
     return network
 
 
 def find_first_of_node(ranks: RankGroup) -> int:
-    """The first of the ranks on this rank's node. Every rank of the island calls it together."""
-    # Names of machines may be equal. Launchers number the ranks of a node from 0, one after the other.
+    """Return the first rank on this rank's node. Every rank of the island calls it together."""
+    # Host names may be equal, so the rank with number 0 on the node is part of the key: launchers
+    # number a node's ranks consecutively.
     node = socket.gethostname(), ranks.rank - int(os.environ.get("LOCAL_RANK", ranks.rank))
     return ranks.gather(node).index(node)
 
 
 def check_same_run(ours: RunConfig, theirs: str | None) -> None:
-    """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours. None: it has none."""
+    """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours.
+
+    `theirs` is None if the swarm has none.
+    """
     if theirs is None:
         return
     run = parse_swarm_config(theirs)

@@ -32,12 +32,12 @@ def human_seconds(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """`0.12345` as `12.3 %`."""
+    """Format `0.12345` as `12.3 %`."""
     return f"{100 * share:.1f} %"
 
 
 def human_duration(seconds: float) -> str:
-    """`0.0123` as `12.3 ms`, `200000` as `2 d 7 h`."""
+    """Format `0.0123` as `12.3 ms`, and `200000` as `2 d 7 h`."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us" if seconds else "0"
     if seconds < 48 * 3600:
@@ -47,7 +47,7 @@ def human_duration(seconds: float) -> str:
 
 
 def human_rate(bits_per_second: float) -> str:
-    """`2.5e9` as `2.5 Gbit/s`."""
+    """Format `2.5e9` as `2.5 Gbit/s`."""
     for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
         if bits_per_second >= size:
             return f"{bits_per_second / size:.3g} {unit}/s"
@@ -65,7 +65,7 @@ def one_line(text: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text with the cells in columns: the first to the left, the others to the right."""
+    """Return lines with the cells in columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(cells))
@@ -74,12 +74,15 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def parse_bits_per_second(text: str) -> float:
-    """Parse a rate above 0: `100mbit` or `100mbit/s` is 1e8. Raises ConfigError, which does not name the place."""
+    """Parse a rate above 0: `100mbit` or `100mbit/s` is 1e8.
+
+    Raises ConfigError, which does not name the place of the text.
+    """
     rate = _parse(text.removesuffix("/s"), BIT_RATES)
     if rate is None or rate <= 0:
         raise ConfigError(
-            f"{text!r} is not a bit rate; allowed: a number above 0 and one of {', '.join(BIT_RATES)} (a second), "
-            "for example 100mbit or 2.5gbit"
+            f"{text!r} is not a bit rate; allowed: a number above 0 and one of "
+            f"{', '.join(BIT_RATES)} (per second), for example 100mbit or 2.5gbit"
         )
     return rate
 
@@ -104,7 +107,7 @@ def _parse(text: str, units: Mapping[str, float]) -> float | None:
 
 def _scaled(value: float, units: tuple[str, ...], gap: str) -> str:
     index = 0
-    # 999.5 would be printed as 1000 of the smaller unit.
+    # 999.5 would be rounded to 1000 of the smaller unit.
     while abs(value) >= 999.5 and index < len(units) - 1:
         value, index = value / 1000, index + 1
     digits = f"{value:.0f}" if index == 0 or abs(value) >= 99.95 else f"{value:.3g}"

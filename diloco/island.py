@@ -27,9 +27,9 @@ from outer.state.earlier import EarlierState
 log = logging.getLogger(__name__)
 
 MOST_OFFERS = 8
-"""In so many rounds in a row an island without a finite loss offers to go back to an earlier state. Then it ends."""
+"""Most rounds in a row in which an island without a finite loss offers to go back. Then it ends."""
 MOST_RETURNS = 3
-"""An island goes back so often. Then its losses are broken for a reason that an earlier state does not mend."""
+"""Most times that an island goes back. After that, no earlier state will mend its losses."""
 
 
 def run(runtime: Runtime) -> None:
@@ -77,7 +77,10 @@ def train_rounds(runtime: Runtime, duties: "IslandDuties") -> None:
 
 
 class IslandDuties:
-    """What an island does around its rounds: set the learning rate's step, record, evaluate, save. RoundEvents."""
+    """What an island does around its rounds. Implements RoundEvents.
+
+    It sets the step of the learning-rate schedule, records, evaluates and saves.
+    """
 
     def __init__(self, runtime: Runtime, num_rounds: int, *, has_saved: bool) -> None:
         self.runtime = runtime
@@ -85,9 +88,11 @@ class IslandDuties:
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
         self.num_offers = 0
-        """Rounds since the last finite loss in which this island would have gone back to an earlier state."""
+        """Rounds since the last finite loss in which this island tried to go back to an earlier
+        one.
+        """
         self.num_returns = 0
-        """How often it has gone back."""
+        """How often it has gone back to an earlier state."""
 
     def begins(self, inner_step: int) -> None:
         self.runtime.trainer.inner_step = inner_step
@@ -118,7 +123,10 @@ class IslandDuties:
             self.may_save(is_asked=True)
 
     def find_earlier(self, stopped: TrainingStopped) -> EarlierState | None:
-        """The state to which this island would go back because its losses do not become finite; None: it must end."""
+        """Return the state to go back to, because the losses do not become finite.
+
+        None: the island must end.
+        """
         runtime = self.runtime
         self.num_offers += 1
         if runtime.checkpoints is None or self.num_offers > MOST_OFFERS or self.num_returns >= MOST_RETURNS:
@@ -129,9 +137,9 @@ class IslandDuties:
         return earlier
 
     def went_back(self, round_number: int) -> None:
-        """The islands have gone back to the state of this round together: train on from the checkpoint that has it."""
+        """Train on from the checkpoint of this round, to which all islands have gone back together."""
         runtime = self.runtime
-        assert runtime.checkpoints is not None, "only who has a checkpoint offers to go back to it"
+        assert runtime.checkpoints is not None, "only an island with a checkpoint offers to go back to it"
         inner_step = runtime.trainer.inner_step
         runtime.checkpoints.reload_trainer()
         runtime.trainer.go_on_after_broken_steps(inner_step)
@@ -147,7 +155,10 @@ class IslandDuties:
             participation.count_moments()
 
     def may_save(self, *, is_asked: bool) -> None:
-        """Training goes on if it fails."""
+        """Save a checkpoint if `is_asked` or if the operator requests it.
+
+        Training goes on if that fails.
+        """
         if is_asked or self.runtime.participation.requests.poll(self.runtime.outer.round).save:
             self.has_saved = True
             save(self.runtime, self.rounds.resume_point)
@@ -159,7 +170,7 @@ class IslandDuties:
 def train(runtime: Runtime) -> StepResult:
     """Make one inner step, measure and record it. Its seconds include the wait for a turn to compute."""
     if runtime.batches.is_streamed:
-        # It is waited for with deadlines of its own.
+        # Waiting for streamed text has deadlines of its own.
         runtime.activity.start_untimed("reading text")
         runtime.batches.expect(runtime.outer.cursor.coming)
     else:
@@ -190,7 +201,7 @@ def train(runtime: Runtime) -> StepResult:
 
 
 def await_round(runtime: Runtime) -> None:
-    """The training thread waits for a round from now on, which has no limit while it shows that it is alive."""
+    """Note that the training thread waits for a round, with no limit while it shows signs of life."""
     if runtime.metrics is None:
         runtime.activity.start_untimed("a round")  # Other ranks wait for the leader, whose watchdog ends them, too.
     else:
@@ -198,7 +209,10 @@ def await_round(runtime: Runtime) -> None:
 
 
 def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
-    """Evaluate the global params on held-out text and record the loss for a cycle, by default that of the round."""
+    """Evaluate the global params on held-out text, and record the loss for a cycle.
+
+    By default that is the cycle of the current round.
+    """
     position, outer = runtime.outer.position, runtime.config.outer
     cycle = position.round // outer.fragments if cycle is None else cycle
 
@@ -216,14 +230,14 @@ def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
 
 
 def evaluation_key(runtime: Runtime, cycle: int) -> Hashable:
-    """What a held-out loss depends on: the state by its digest, the text, and how this island computes."""
+    """Return what a held-out loss depends on: the state's digest, the text, and the computation."""
     texts = tuple(text.name for text in runtime.corpus.texts)
     computes = runtime.trainer.settings, runtime.island.parallel.model_dump_json()
     return cycle, runtime.outer.digest, texts, runtime.stage, computes
 
 
 def save(runtime: Runtime, point: ResumePoint) -> None:
-    """Save a checkpoint if the island has somewhere to save, and mark the operator's request as fulfilled."""
+    """Save a checkpoint if the island has a place for it; mark the operator's request as done."""
     runtime.participation.requests.mark_saved()
     if runtime.checkpoints is None:
         return
@@ -237,13 +251,13 @@ def save(runtime: Runtime, point: ResumePoint) -> None:
 
 
 def reject_checkpoints(runtime: Runtime) -> None:
-    """The losses do not become finite again: let the island go on from a checkpoint from before they were broken."""
+    """Reject the checkpoints since the losses broke: the island then goes on from an earlier one."""
     since = runtime.trainer.broken_since
     if runtime.checkpoints is None or since is None:
         return
     if names := runtime.checkpoints.reject_since(since):
         text = f"{', '.join(names)}: no loss has been finite since inner step {since}"
-        runtime.event("rejected", f"{text}; the island goes on from the checkpoint before")
+        runtime.event("rejected", f"{text}; the island goes on from an earlier checkpoint")
 
 
 def resume(runtime: Runtime) -> ResumedState | None:

@@ -1,7 +1,8 @@
-"""The loop of one island when rounds wait for a quorum only (`outer.wait_for: quorum`), as island.py is for the others.
+"""The loop of one island if rounds wait for a quorum only (`outer.wait_for: quorum`).
 
-Every rank runs it, in step with the others. island_rounds/of_quorum.py says when the island contributes. Requests are
-polled and checkpoints saved right after it has.
+island.py is the loop of all other runs. Every rank runs it, in step with the others.
+island_rounds/of_quorum.py decides when the island contributes. Right after a contribution, requests
+are polled and checkpoints are saved.
 """
 
 from dataclasses import replace
@@ -46,7 +47,10 @@ def run(runtime: Runtime) -> None:
 
 
 class QuorumDuties:
-    """What an island does around its rounds: set the learning rate's step, record, evaluate, save. QuorumEvents."""
+    """What an island does around its rounds. Implements QuorumEvents.
+
+    It sets the step of the learning-rate schedule, records, evaluates and saves.
+    """
 
     def __init__(self, runtime: Runtime, *, has_saved: bool) -> None:
         self.runtime = runtime
@@ -54,7 +58,7 @@ class QuorumDuties:
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next contribution, due or not."""
         self.cycle = self.saved_cycle = self.rounds.cycle
-        """Cycles of the last round that has landed, and of the last checkpoint that was due."""
+        """The cycle of the last landed round, and the cycle of the last checkpoint that was due."""
         self._is_evaluation_due = False
 
     def begins(self, inner_step: int) -> None:
@@ -83,14 +87,17 @@ class QuorumDuties:
         participation.record_catch_up(caught, progress, self.rounds.rounds.position)
 
     def contributed(self, num_rounds: int) -> str:
-        """Save as is due or as the operator asks."""
+        """Save if that is due or the operator requests it.
+
+        Return why the island should leave, or "".
+        """
         every = self.runtime.island.checkpoint.every_rounds
         request = self.runtime.participation.requests.poll(num_rounds)
         is_due = every is not None and (not self.has_saved or self.cycle // every > self.saved_cycle // every)
         if (request.save or request.stop or is_due) and not self.rounds.rounds.is_over:
             self.save()
         if not request.stop:
-            # The evaluation takes long, and others need not wait for it.
+            # The evaluation takes long, and other islands need not wait for it.
             self.rounds.go_on()
         self._evaluate_if_due()
         return request.stop
@@ -108,12 +115,15 @@ class QuorumDuties:
 
 
 def standing(landing: Landing) -> Landing:
-    """The landing, with only the time that training stood still as the wait: a plan may take long while it trains."""
+    """Return the landing with only the stalled time as its wait.
+
+    The island trains while a plan is waited for, which may take long.
+    """
     report = landing.reports[-1]
     stood = max(landing.waited_seconds - report.reduce_seconds, 0.0)
     return replace(landing, reports=[replace(report, wait_seconds=min(report.wait_seconds, stood))])
 
 
 def is_cycle_over(before: int, cycle: int, every: int, last: int) -> bool:
-    """Whether going from cycle `before` to `cycle` ends a cycle that is a multiple of `every`, or the last one."""
+    """Return whether a cycle ended after `before` that is the last or a multiple of `every`."""
     return cycle > before and (cycle // every > before // every or cycle == last)

@@ -1,4 +1,7 @@
-"""What an island writes into its records around its inner steps and rounds. Only the leader's are kept."""
+"""Writes an island's inner steps, rounds and events into its records.
+
+Only the leader keeps records.
+"""
 
 from diloco.assemble import Runtime
 from diloco.runtime.progress import Progress
@@ -12,7 +15,7 @@ from outer.report import Landing
 
 
 def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
-    """Write one line to metrics.jsonl. Leader only."""
+    """Record one inner step, and its loss spike if it is one. Only the leader does anything."""
     if runtime.metrics is None or runtime.speed is None:
         return
     runtime.tokens += 0 if result.is_skipped else result.tokens
@@ -22,7 +25,7 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
 
 
 def spike_text(result: StepResult, spike: Spike) -> str:
-    """What the logbook says of a loss spike."""
+    """Return the logbook's text about a loss spike."""
     fates = {
         "note": "the step was made",
         "skip": "the step was skipped",
@@ -35,6 +38,6 @@ def spike_text(result: StepResult, spike: Spike) -> str:
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Record the attempt that committed, with the times of the island's ranks. Every rank calls it together."""
+    """Record the committed attempt, with the times of the island's ranks. Every rank calls it together."""
     times = gather_times(runtime.times, runtime.outer.replica.ranks)
     runtime.participation.record_round(progress, landing, ledger, times)

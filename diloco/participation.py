@@ -58,7 +58,7 @@ class Participation:
     moments: ParamsAndMoments | None
     """Parameters with their moments, if the run averages moments."""
     on_entry: Callable[[], None] = lambda: None
-    """Called when the island has entered the run: neither the others nor its own saved state have refused it."""
+    """Called once the other islands and the island's own saved state have accepted its config."""
 
     def event(self, name: str, text: str) -> None:
         """Record and log an event of the island. Only the leader does anything."""
@@ -69,13 +69,13 @@ class Participation:
         self.book.note(name, text)
 
     def record_entry(self, position: Position) -> None:
-        """Record the position from which the island starts, or goes on after taking the state of others."""
+        """Record the position at which the island starts, or goes on after it has taken others' state."""
         self.on_entry()
         digest = self.outer.digest[:12]
         self.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
 
     def record_catch_up(self, caught: CaughtUp, progress: Progress, position: Position) -> None:
-        """Record that the island has taken the state of others, and what became of its progress."""
+        """Record that the island has taken another island's state, and whether its progress was kept."""
         fate = "kept" if caught.is_kept else "dropped"
         self.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
         self.record_entry(position)
@@ -83,7 +83,10 @@ class Participation:
     def record_round(
         self, progress: Progress, landing: Landing, ledger: Ledger, times: list[list[float]] | None = None
     ) -> None:
-        """Record the attempt that committed, and what was refused to peers. `times`: of the island's ranks."""
+        """Record the committed attempt, and what was refused from peers since the last one.
+
+        `times`: times of the island's ranks (watchdog/rank_times.py), or None.
+        """
         self.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger, times)
         if self.metrics is None:
             return
@@ -100,9 +103,9 @@ class Participation:
         self.event("account", f"{text.trained} units of text trained; {text.open} reserved and not used")
 
     def count_moments(self, landed: int | None = None) -> None:
-        """Correct the bias of averaged moments for the steps behind them.
+        """Correct the bias of averaged moments for the number of steps behind them.
 
-        These are the steps of the round `landed`, or (None) those of a state that was taken.
+        These are the steps of the landed round, or of a taken state if `landed` is None.
         """
         if self.moments is not None:
             self.moments.set_steps(self.outer.moment_steps(landed))
@@ -133,7 +136,8 @@ def open_participation(
 ) -> Iterator[Participation]:
     """Open records and connections, and build the outer loop over `params`. Every rank of the island must enter it.
 
-    `wait_for_corpus` is called before the island connects, because nobody waits for an island that waits for text.
+    `wait_for_corpus` is called before the island connects, because the others must not wait for an
+    island that still loads text.
     `beat` is called at each sign of life of a round. `shared` is given if other islands run in this process. Raises
     InputError, ConfigError or OuterError.
     """
@@ -186,7 +190,10 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
 def build_identity(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, key: IslandKey, corpus: Corpus | None
 ) -> Identity:
-    """Who this island is in the run, as a new incarnation, and what it reads. Every rank calls it together."""
+    """Return the island's identity in the run, with a new incarnation and a hash of its text.
+
+    Every rank calls it together.
+    """
     return Identity(
         island=island.label,
         incarnation=ranks.broadcast(secrets.token_hex(8)),
@@ -199,9 +206,9 @@ def build_identity(
 def build_loop_settings(
     config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks, rounds: RoundRecords
 ) -> LoopSettings:
-    """How the outer loop runs on this island."""
-    # Progress of a round, and of one put on top of a taken state; with observers also of a fragment whose plan was
-    # fixed before it was contributed.
+    """Return the settings of the outer loop on this island."""
+    # Room for the progress of a round, and of another round re-based onto a taken state. With
+    # observers also for a fragment whose plan was fixed before the island contributed.
     num_rounds = 2 if config.outer.wait_for == "all" else 4
     return LoopSettings(
         max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),

@@ -1,12 +1,10 @@
-"""What every codec, merge rule and outer optimizer must do, as checks for the tests of your own.
-
-    from diloco.testing import check_codec
-    from my_package.codecs import Sign
+"""Checks for your own tests: what every codec, merge rule and outer optimizer must do.
 
     def test_it_is_a_codec():
         check_codec(Sign())
 
-Each raises InputError with the first claim that does not hold. A run makes the same checks before it begins.
+Each check raises InputError with the first claim that does not hold. A run makes the same checks
+before it begins.
 """
 
 from outer.codecs.own_codec import check_codec

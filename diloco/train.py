@@ -96,7 +96,10 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
 def train_data_parallel(
     run: RunConfig, settings: IslandConfig, corpus: Corpus, trainer: Trainer, num_islands: int, metrics: Metrics | None
 ) -> None:
-    """Train on this rank, together with all others. Evaluates where the islands would have committed a round."""
+    """Train on this rank, together with all others.
+
+    Evaluate after each step at which the islands would have committed a round.
+    """
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.reading_seed, 1, num_sequences)
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
@@ -126,7 +129,10 @@ def start_logging(island: str) -> None:
 
 @contextmanager
 def log_failure(book: Logbook, rank: int) -> Iterator[None]:
-    """Write the error that ends this rank into the logbook. Raises RankLost if it is that another rank has ended."""
+    """Write the error that ends this rank into the logbook.
+
+    Raises RankLost if the cause is the end of another rank.
+    """
     try:
         yield
     except FolderInUse:
@@ -141,9 +147,9 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
 
 
 async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[str]]) -> None:
-    """End this process once its network is lost for good: the launcher starts the island again, and it comes back.
+    """End this process once its network is lost for good, so that the launcher restarts the island.
 
-    Without that, an island whose libp2p daemon has died would train alone for ever.
+    Otherwise an island whose libp2p daemon has died would train alone for ever.
     """
     if cause := await wait_for_loss():
         log.error("%s; this rank ends", cause)
@@ -152,12 +158,16 @@ async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[st
 
 
 def say_goodbye(running: list[Runtime], name: str, text: str) -> None:
-    """Record the reason and withdraw from the run, so that others need not find out. Close network and records."""
+    """Record the reason, withdraw from the run, and close network and records.
+
+    By the withdrawal, others learn of the end at once.
+    """
     for runtime in running:
         runtime.event(name, text)
         steps = runtime.trainer.inner_step - runtime.outer.schedule.begin(runtime.outer.round)
         runtime.outer.leave(max(steps, 0))
-        # The event loop stays open: the training thread waits in it, and would end the process too early.
+        # The event loop stays open: its end would make the waiting training thread end the process
+        # too early.
         close_network(runtime.network, runtime.participation.event_loop)
         if runtime.metrics is not None:
             runtime.metrics.close()

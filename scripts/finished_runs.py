@@ -15,7 +15,7 @@ from inner.files import write_atomically
 
 
 def keep(folder: Path, file: Path) -> int:
-    """Add the results of the folder's finished runs to the file. Returns how many runs it holds."""
+    """Add the results of the folder's finished runs to the file. Return the number of its runs."""
     found = read(file) | {path.parent.name: json.loads(path.read_text()) for path in folder.glob(f"runs/*/{FINISHED}")}
     lines = [f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(found.items())]
     write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -23,7 +23,10 @@ def keep(folder: Path, file: Path) -> int:
 
 
 def restore(file: Path, folder: Path) -> int:
-    """Write the file's results to the experiment's folder, where there are none yet. Returns how many it wrote."""
+    """Write the file's results into the experiment's folder, where they are missing.
+
+    Return how many results were written.
+    """
     found = {folder / "runs" / name / FINISHED: result for name, result in read(file).items()}
     missing = {path: result for path, result in found.items() if not path.exists()}
     for path, result in missing.items():
@@ -32,7 +35,7 @@ def restore(file: Path, folder: Path) -> int:
 
 
 def read(file: Path) -> dict[str, object]:
-    """The results by the names of their runs' folders; none if there is no such file."""
+    """Return the results by the names of their runs' folders; none if there is no such file."""
     return json.loads(file.read_text()) if file.exists() else {}
 
 

@@ -1,9 +1,9 @@
-"""What configs/experiments/noise.yaml has found: the spread of the last held-out loss by weights, order, and both.
+"""Prints the result of configs/experiments/noise.yaml: the spread of the last held-out loss.
 
     python -m scripts.noise_figures [configs/experiments/finished/noise.json]
 
-Rows of reading order 0 vary the initial weights alone, seed 0 of each row varies the order alone, and equal seeds vary
-both, as in all other experiments.
+Rows of reading order 0 vary the initial weights alone, seed 0 of each row varies the order alone,
+and equal seeds vary both, as in all other experiments.
 """
 
 import json
@@ -45,7 +45,7 @@ def main(path: Path = FINISHED) -> None:
 
 
 def read_losses(path: Path) -> dict[str, Losses]:
-    """The runs that are finished, by method."""
+    """Return the losses of the finished runs, by method."""
     by_id = {name[-ID_LENGTH:]: run for name, run in json.loads(path.read_text()).items()}
     found: dict[str, Losses] = {"data-parallel": {}, "DiLoCo": {}}
     for row in build_rows(load_experiment(EXPERIMENT)).rows:
@@ -56,12 +56,14 @@ def read_losses(path: Path) -> dict[str, Losses]:
 
 
 def spread(values: list[float]) -> float:
-    """Standard deviation in percent of the mean."""
+    """Return the standard deviation in percent of the mean."""
     return 100 * stdev(values) / mean(values)
 
 
 def scatter(values: list[float]) -> float:
-    """Standard deviation around the straight line through the values, in percent of their mean."""
+    """Return the standard deviation around the line through the values, in percent of their
+    mean.
+    """
     places = range(len(values))
     line = linear_regression(places, values)
     squares = [(y - line.slope * x - line.intercept) ** 2 for x, y in zip(places, values, strict=True)]
@@ -69,7 +71,7 @@ def scatter(values: list[float]) -> float:
 
 
 def print_gap(what: str, plain: list[float], diloco: list[float]) -> None:
-    """Print the gap of pairs, its spread, and what it would be without pairs."""
+    """Print the gap of paired runs, its spread, and what the spread would be without pairs."""
     gap = compare(dict(enumerate(diloco)), dict(enumerate(plain)))
     assert gap is not None and gap.half_width is not None, "eight pairs"
     low, high = gap.mean - gap.half_width, gap.mean + gap.half_width

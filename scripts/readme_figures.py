@@ -24,7 +24,9 @@ PLOT, PICTURE = "loss-bytes.png", "ten-minutes.png"
 
 
 def read_lines(folder: Path) -> list[TableLine]:
-    """The table of the finished runs; `folder` is empty, and holds them afterwards."""
+    """Return the table of the finished runs. `folder` must be empty, and holds the runs
+    afterwards.
+    """
     restore(FINISHED, folder)
     experiment = load_experiment(FILE)
     rows = build_rows(experiment)
@@ -33,7 +35,10 @@ def read_lines(folder: Path) -> list[TableLine]:
 
 
 def format_table(lines: list[TableLine]) -> str:
-    """The table in Markdown; bytes also as a share of those of data-parallel training, which is the first row."""
+    """Return the table in Markdown.
+
+    Bytes are also given as a share of the bytes of data-parallel training, which is the first row.
+    """
     whole = lines[0].sent_bytes
     text = ["| row | held-out loss, three seeds | to data-parallel | sent by an island |", "|---|---:|---:|---:|"]
     for line in lines:

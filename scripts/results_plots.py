@@ -1,4 +1,4 @@
-"""Draws those plots of docs/results.md whose figures are in its own tables, so that plot and table cannot differ.
+"""Draws the plots of docs/results.md from its own tables, so that plot and table cannot differ.
 
 python -m scripts.results_plots [--into FOLDER]
 """
@@ -20,7 +20,10 @@ Table = list[list[str]]
 
 
 def read_table(page: str, heading: str) -> Table:
-    """Rows of the first table below a heading, without its two header lines; cells are stripped of bold type."""
+    """Return the rows of the first table below a heading, without its two header lines.
+
+    Bold type is removed from the cells.
+    """
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     below = dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     lines = list(takewhile(lambda line: line.startswith("|"), below))
@@ -28,12 +31,14 @@ def read_table(page: str, heading: str) -> Table:
 
 
 def numbers(text: str) -> list[float]:
-    """All numbers in a cell."""
+    """Return all numbers in a cell."""
     return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
 def draw_faults(rows: Table) -> Figure:
-    """Held-out loss of each seed: without faults, in the storm, and without faults on as few tokens."""
+    """Draw the held-out loss of each seed: with and without faults, and without on as few
+    tokens.
+    """
     figure, axes = new_axes("Faults and the loss", "seed", "held-out loss (nats per token)")
     kinds = [
         ("no fault", 1, ISLAND_COLORS[0]),
@@ -50,7 +55,7 @@ def draw_faults(rows: Table) -> Figure:
 
 
 def draw_unequal(rows: Table) -> Figure:
-    """Held-out loss and seconds of each run, two for each method."""
+    """Draw held-out loss and seconds of each run, two for each method."""
     figure, axes = new_axes("Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats per token)")
     for row, color in zip(rows, ISLAND_COLORS, strict=False):
         (first, first_seconds), (second, second_seconds) = numbers(row[2]), numbers(row[3])
@@ -62,7 +67,9 @@ def draw_unequal(rows: Table) -> Figure:
 
 
 def draw_sizes(rows: Table) -> Figure:
-    """Held-out loss against parameters of data-parallel training and of DiLoCo, with its gap and what was predicted."""
+    """Draw held-out loss against parameters: data-parallel, DiLoCo with its gap, and
+    predictions.
+    """
     figure, axes = new_axes("20 tokens per parameter, four islands", "parameters", "held-out loss (nats per token)")
     axes.set_xscale("log")
     sizes = [size_of(row[0]) for row in rows]
@@ -85,12 +92,15 @@ def draw_sizes(rows: Table) -> Figure:
 
 
 def size_of(text: str) -> float:
-    """A number of parameters such as 40.3k or 1.00M."""
+    """Parse a number of parameters such as 40.3k or 1.00M."""
     return numbers(text)[0] * (1e6 if text.endswith("M") else 1e3)
 
 
 def draw_fine_tuning(rows: Table) -> Figure:
-    """Loss of the source text against loss of the English, an arrow from before fine-tuning to after it."""
+    """Draw loss of the source text against loss of the English.
+
+    Arrows lead from before fine-tuning to after it.
+    """
     figure, axes = new_axes("Fine-tuned on English", "loss of the English", "loss of the source text")
     for kind, color in (("data-parallel", REFERENCE), ("DiLoCo", ISLAND_COLORS[0])):
         starts, ends = [], []
@@ -106,7 +116,7 @@ def draw_fine_tuning(rows: Table) -> Figure:
 
 
 def draw_momentum(rows: Table) -> Figure:
-    """Held-out loss against the learning rate, of the two inner optimizers that have four of them."""
+    """Draw held-out loss against the learning rate, of the two inner optimizers with four rates."""
     figure, axes = new_axes("A slow moment inside", "learning rate", "held-out loss (nats per token)")
     axes.set_xscale("log")
     for first, label, color in ((0, "AdamW", REFERENCE), (4, "slow moment and gradient", ISLAND_COLORS[0])):
@@ -133,11 +143,11 @@ DRAWN = {
     "fine-tuning": ("After pre-training", draw_fine_tuning),
     "momentum": ("A slow moment inside", draw_momentum),
 }
-"""What is drawn, by the name of the picture: the section with the table, and how."""
+"""For each picture, by its name: the section with the table, and the function that draws it."""
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Draw each picture into the folder. Returns their paths."""
+    """Draw each picture into the folder, and return their paths."""
     page = PAGE.read_text()
     paths = [folder / f"{name}.png" for name in DRAWN]
     with plot_style():

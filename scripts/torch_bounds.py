@@ -1,4 +1,4 @@
-"""Prints the torch that pyproject.toml allows, as pip takes it: the whole range, or only its lower bound.
+"""Prints pyproject.toml's requirement of torch for pip: the whole range, or its lower bound.
 
 python scripts/torch_bounds.py             torch>=2.13,<2.14
 python scripts/torch_bounds.py --oldest    torch==2.13
@@ -17,13 +17,13 @@ def main(arguments: list[str]) -> None:
 
 
 def find_torch(project: str) -> str:
-    """The requirement of torch in the text of a pyproject.toml."""
+    """Return the requirement of torch in the text of a pyproject.toml."""
     needs = tomllib.loads(project)["project"]["dependencies"]
     return next(need for need in needs if need.startswith("torch>="))
 
 
 def oldest_of(allowed: str) -> str:
-    """torch>=2.13,<2.14 -> torch==2.13"""
+    """Return the oldest version of a range: torch>=2.13,<2.14 -> torch==2.13."""
     return allowed.partition(",")[0].replace(">=", "==")
 
 

@@ -1,4 +1,7 @@
-"""The facts in the manifest of an island's checkpoint. Others may have written them, so they are parsed and checked."""
+"""The facts in an island's checkpoint manifest.
+
+Another party may have written them: they are checked.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -22,13 +25,13 @@ class IslandFacts:
     place: ResumePoint
     tokens: Count
     run: dict[str, Any]
-    """The run's config. A newer version may not load it."""
+    """The run's config as plain values, because a newer version may not accept it."""
     params: list[tuple[str, list[Count]]] = field(default_factory=list)
     """Name and shape of every parameter, in the canonical order."""
     reading_order: Count = 1
-    """Version of the reading order in which `outer` accounts for the text."""
+    """Version of the reading order to which the data ledger in `outer` refers."""
     losses: list[Loss] = field(default_factory=list)
-    """The losses of the last inner steps, by which a spike is noticed."""
+    """The losses of the last inner steps, by which a spike is detected."""
 
 
 MOST_ITEMS = {"params": 1 << 17, "losses": 1 << 14}
@@ -38,9 +41,9 @@ _FACTS = TypeAdapter(IslandFacts)
 def parse_island_facts(checkpoint: SavedCheckpoint) -> IslandFacts:
     """Parse the facts of a checkpoint. Raises InputError if an island of this version did not write them."""
     for key, most in MOST_ITEMS.items():
-        # pydantic keeps an error for each wrong item.
+        # pydantic would keep one error per wrong item.
         if isinstance(items := checkpoint.facts.get(key), list) and len(items) > most:
-            raise InputError(f"{checkpoint.path}: {key} has {len(items)} items; at most {most} are read")
+            raise InputError(f"{checkpoint.path}: {key} has {len(items)} items; at most {most} are allowed")
     try:
         return _FACTS.validate_python(checkpoint.facts)
     except ValidationError as error:

@@ -29,10 +29,11 @@ NO_KEY = RunKeySigner()
 def read_global_params(
     run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
-    """The run's config and its global params, fp32 by full name, from the checkpoint with the latest round.
+    """Return the run's config and its global params, fp32 by full name, from the latest round's
+    checkpoint.
 
-    `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if there is no
-    checkpoint, or all are damaged or refused by `signer`.
+    `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
+    there is no checkpoint, or if all are damaged or refused by `signer`.
     """
     checkpoint = find_newest_checkpoint(run_dir, island, signer)
     facts, index = parse_island_facts(checkpoint), read_index(checkpoint)
@@ -53,13 +54,16 @@ def read_global_params(
 def _allocate(
     specs: Sequence[ParamSpec], run: RunConfig, index: Index, path: Path
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A flat vector for all parameters, and its parts by their names in the checkpoint. Raises InputError.
+    """Return a flat vector for all parameters, and its parts by their names in the checkpoint.
 
-    Nothing is allocated for parameters that the files do not hold, whatever the facts say.
+    Memory is allocated only for parameters that the files hold, whatever the facts claim. Raises
+    InputError if the files lack some.
     """
     saved = sum(prod(tensor.size) for name, tensor in index.tensors.items() if name.startswith(PARAMS))
     if (needed := sum(prod(spec.shape) for spec in specs)) > saved:
-        raise InputError(f"{path}: its parameters have {needed} elements, its files hold {saved} of them")
+        raise InputError(
+            f"{path}: its parameters have {needed} elements, but its files hold only {saved}; use another checkpoint"
+        )
     space = build_space(specs, run.outer)
     flat = torch.zeros(space.num_elements)
     parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
@@ -70,7 +74,10 @@ def _allocate(
 
 
 def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer = NO_KEY) -> SavedCheckpoint:
-    """The checkpoint at `path`, or the complete one with the latest round below it. Raises InputError."""
+    """Return the checkpoint at `path`, or the complete one below it with the latest round.
+
+    Raises InputError if there is none.
+    """
     by_round: list[tuple[int, SavedCheckpoint]] = []
     problems: list[str] = []
     for folder in find_checkpoint_folders(path, island):
@@ -97,7 +104,10 @@ def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer
 
 
 def find_checkpoint_folders(path: Path, island: str | None) -> list[Path]:
-    """Folders that may hold checkpoints, where `path` is the folder of a run, of an island, or of a checkpoint."""
+    """Return the folders that may hold checkpoints.
+
+    `path`: a run's, an island's or a checkpoint's folder.
+    """
     if disk.PUBLISHED_NAME.fullmatch(path.name):
         return [path.parent]
     if (path / FOLDER).is_dir():
@@ -106,7 +116,7 @@ def find_checkpoint_folders(path: Path, island: str | None) -> list[Path]:
 
 
 def find_run_folder(path: Path) -> Path:
-    """The folder of the run that contains `path`, or `path` itself."""
+    """Return the folder of the run that contains `path`, or `path` itself."""
     if disk.PUBLISHED_NAME.fullmatch(path.name):
         return path.parent.parent.parent
     return path.parent if (path / FOLDER).is_dir() else path

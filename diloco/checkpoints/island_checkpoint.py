@@ -1,9 +1,9 @@
-"""Checkpoints of an island: everything it needs to go on as if it had never stopped, in a folder of its own.
+"""Checkpoints of an island: all that it needs to go on as if it had never stopped.
 
     RUN_DIR/ISLAND/checkpoints/step-00000120/   params, optimizer, global params, momentum, residuals; facts as JSON
 
-The next data and the learning rate follow from the round and the steps made in it. Nothing draws from torch's random
-generators, so their state is not saved.
+The next data and the learning rate follow from the round and the steps made in it. Nothing draws
+from torch's random generators, so their state is not saved.
 """
 
 import logging
@@ -36,7 +36,7 @@ from outer.state.earlier import EarlierState
 log = logging.getLogger(__name__)
 
 LEAST_KEPT = 2
-"""The newest checkpoint is not known to be good before a loss was finite after it, so one more is kept."""
+"""The newest checkpoint is proved good only by a finite loss after it, so one more is kept."""
 CLOSE_SECONDS = 600.0
 """Longest wait at the end for a checkpoint that is still being written."""
 
@@ -52,7 +52,10 @@ class CheckpointFolder:
 
 
 class IslandCheckpoints:
-    """One rank's side of its island's checkpoints. All ranks call every method together, at the same step."""
+    """One rank's side of its island's checkpoints.
+
+    All ranks call each method together, at the same step.
+    """
 
     def __init__(self, where: CheckpointFolder, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
         self._files = Checkpoints(where.path, where.keep, signer=where.signer)
@@ -60,32 +63,33 @@ class IslandCheckpoints:
         self._mirror: Mirror | None = None
         """Set on the leader, if the config asks for a mirror."""
         self._pushes: Worker | None = None
-        """Copies to the mirror, if there is one."""
+        """The thread that copies checkpoints to the mirror, if there is one."""
         self._offered: SavedCheckpoint | None = None
-        """The checkpoint whose state `find_earlier` has returned last."""
+        """The checkpoint whose state `find_earlier` returned last."""
         self._resume_step: int | None = None
-        """Inner step of the checkpoint to resume from; None: the newest."""
+        """Inner step of the checkpoint to resume from; None means the newest."""
         self._run, self._trainer, self._outer = run, trainer, outer
 
     def mirror_to(self, url: str, *, may_pull: bool) -> None:
-        """Mirror later checkpoints to this URL. With `may_pull` first fetch the newest one from there if it is newer.
+        """Mirror later checkpoints to this URL.
 
+        With `may_pull`, first fetch the newest checkpoint of the URL if no local one is as new.
         Raises InputError if the URL cannot be used.
         """
 
         def begin() -> None:
             mirror = Mirror(url, self._where.keep, self._where.signer)
             if may_pull and (name := mirror.pull(self._where.path)):
-                log.warning("%s was copied from %s: this island's folder had none as new", name, url)
+                log.warning("%s was copied from %s, because this island's folder had no checkpoint as new", name, url)
             self._mirror = mirror
             self._pushes = Worker("mirror")
 
         self._files.run_on_first_rank(begin)
 
     def save(self, point: ResumePoint, tokens: int) -> str | None:
-        """Start to write a checkpoint in the background. Returns the problem of this save or the last one, or None.
+        """Start to write a checkpoint in the background.
 
-        No round may be in flight.
+        Return the problem of this or the last save, or None. No round may be in flight.
         """
         tensors, facts = self._outer.save()
         run = self._run.model_dump(mode="json")
@@ -99,42 +103,47 @@ class IslandCheckpoints:
         return None
 
     def find_steps(self) -> set[int]:
-        """Inner steps of which there is a complete checkpoint."""
+        """Return the inner steps for which there is a complete checkpoint."""
         return self._files.find_steps()
 
     def reject_since(self, inner_step: int) -> list[str]:
-        """Let `resume` pass over the checkpoints of this inner step and later ones. Returns their names."""
+        """Make `resume` skip the checkpoints of this inner step and later ones. Return their names."""
         return self._files.reject_since(inner_step)
 
     def find_earlier(self) -> EarlierState | None:
-        """The global state of the newest checkpoint that is whole and not rejected, None if there is none.
+        """Return the global state of the newest checkpoint that is complete and not rejected.
 
-        Nothing else is loaded. Raises InputError if it does not fit the run.
+        None if none is. Nothing else is loaded. Raises InputError if the checkpoint does not fit
+        the run.
         """
         try:
             self._offered = self._files.newest()
         except InputError:
-            return None  # There are only damaged or rejected ones.
+            return None  # All checkpoints are damaged or rejected.
         if self._offered is None:
             return None
         tensors = self._files.load_extra(self._offered, self._outer.allocate)
         return self._outer.read_earlier(tensors, parse_island_facts(self._offered).outer)
 
     def reload_trainer(self) -> None:
-        """Load local params and the optimizer from the checkpoint whose state was offered last.
+        """Load local params and the optimizer from the checkpoint whose state `find_earlier`
+        returned last.
 
-        Raises InputError if it does not fit the run.
+        Raises InputError if the checkpoint does not fit the run.
         """
-        assert self._offered is not None, "the islands have gone back to what this one has offered"
+        assert self._offered is not None, "find_earlier must return a state before it is reloaded"
         self._files.load(self._trainer, self._offered)
         self._trainer.spikes.losses = parse_island_facts(self._offered).losses
 
     def resume_at(self, inner_step: int) -> None:
-        """Let `resume` load the checkpoint of this step instead of the newest one."""
+        """Make `resume` load the checkpoint of this inner step instead of the newest one."""
         self._resume_step = inner_step
 
     def resume(self) -> ResumedState | None:
-        """Load the newest complete checkpoint, None if there is none. Raises InputError if it does not fit the run."""
+        """Load the newest complete checkpoint, and return what it holds; None if there is none.
+
+        Raises InputError if it does not fit the run.
+        """
         found = self._files.newest() if self._resume_step is None else self._files.at(self._resume_step)
         if found is None:
             return None
@@ -157,7 +166,10 @@ class IslandCheckpoints:
         )
 
     def _copy(self) -> None:
-        """Start to mirror the checkpoint just written. A slow copy delays the next copy, but no save."""
+        """Start to mirror the checkpoint just written.
+
+        A slow copy delays later copies, but no save.
+        """
         if self._mirror is not None and self._pushes is not None:
             self._pushes.submit(partial(push, self._mirror, self._where.path))
 
@@ -171,7 +183,7 @@ class IslandCheckpoints:
             push(self._mirror, self._where.path)
 
     def close(self) -> None:
-        """Wait as in `wait`, and release the folder."""
+        """Wait as `wait` does, then release the folder."""
         self.wait()
         if self._pushes is not None:
             self._pushes.close()
@@ -182,7 +194,10 @@ class IslandCheckpoints:
 def open_checkpoints(
     run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: OuterLoop
 ) -> Iterator[IslandCheckpoints | None]:
-    """The checkpoints of the island with this folder, None if its config asks for none. Every rank must enter it."""
+    """Open the checkpoints of the island with this folder; yield None if its config asks for none.
+
+    Every rank must enter this context.
+    """
     settings = island.checkpoint
     if settings.every_rounds is None:
         yield None
@@ -210,7 +225,10 @@ def push(mirror: Mirror, folder: Path) -> None:
 
 
 def find_changes(run: RunConfig, facts: IslandFacts) -> list[str]:
-    """One line for each key of the run's config that differs from the saved config, and for another reading order."""
+    """Return one line per key that differs between the run's config and the saved one.
+
+    Another version of the reading order adds a line.
+    """
     order = []
     if facts.reading_order != READING_ORDER:
         order = ["the reading order is of another version: text of this epoch may be read twice, or not at all"]

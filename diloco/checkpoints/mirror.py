@@ -29,7 +29,7 @@ class Copy:
 
     name: str
     raw: bytes
-    """The manifest's file, with its signature."""
+    """Content of the manifest file, with its signature."""
     manifest: Manifest
 
 
@@ -42,7 +42,10 @@ class Mirror:
         self._lock = Lock()
 
     def push(self, folder: Path) -> None:
-        """Copy the newest checkpoint of `folder` to the URL if it is not there; delete all but the newest few."""
+        """Copy the newest checkpoint of `folder` to the URL if it is not there.
+
+        Delete the oldest copies.
+        """
         try:
             with self._lock:
                 published, _ = disk.list_published(folder, self._signer)
@@ -57,9 +60,10 @@ class Mirror:
             raise InputError(f"{self._url}: the checkpoint was not copied there: {error}") from error
 
     def pull(self, folder: Path) -> str | None:
-        """Copy the newest complete checkpoint of the URL into `folder`. Returns its name; None if none is newer.
+        """Copy the newest complete checkpoint of the URL into `folder`.
 
-        Damaged and refused copies are passed over with a warning. They are an error if nothing else is left.
+        Return its name; None if none is newer. Damaged and refused copies are skipped with a
+        warning. Raises InputError if the URL has no others and `folder` has no checkpoint.
         """
         try:
             local = disk.list_published(folder, self._signer)[0] if folder.is_dir() else []
@@ -79,7 +83,10 @@ class Mirror:
         return None
 
     def _fetch(self, copy: Copy, folder: Path) -> str:
-        """Copy one checkpoint and check it before it gets its name. Raises InputError if a file is not as written."""
+        """Copy one checkpoint, and check it before it gets its name.
+
+        Raises InputError if a file is damaged.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         files = copy.manifest.files
         for name, spec in files.items():
@@ -101,9 +108,11 @@ class Mirror:
         return copy.name
 
     def _list(self) -> tuple[list[Copy], list[str]]:
-        """The complete checkpoints at the URL, oldest first, and a message for each damaged or refused one."""
+        """Return the complete checkpoints at the URL, oldest first, and a message per damaged or
+        refused one.
+        """
         copies, problems = [], []
-        # Backends keep listings, also of before others wrote there.
+        # Backends cache listings, which then lack what other processes have written since.
         self._files.invalidate_cache()
         for path in map(PurePosixPath, self._files.glob(str(self._root / "step-*" / MANIFEST))):
             name = path.parent.name
@@ -118,7 +127,10 @@ class Mirror:
         return sorted(copies, key=lambda copy: copy.manifest.serial), problems
 
     def _size_of(self, name: str) -> int:
-        """Bytes of a file of a copy. Raises InputError if it is none: nothing may ever come out of a FIFO."""
+        """Return the bytes of a file of a copy.
+
+        Raises InputError if it is not a regular file, such as a FIFO.
+        """
         info = self._files.info(str(self._root / name))
         if info["type"] != "file":
             raise InputError(f"{self._url}: {name} is a {info['type']}, and a copy has files only; remove it")
@@ -129,7 +141,7 @@ class Mirror:
         if serials.get(checkpoint.name) == newest.manifest.serial:
             return
         if checkpoint.name in serials:
-            # The copy is of the same step, from before the run returned to an earlier one.
+            # The copy is of the same step, made before the run returned to an earlier one.
             self._delete(checkpoint.name)
         target = self._root / checkpoint.name
         self._files.makedirs(str(target), exist_ok=True)

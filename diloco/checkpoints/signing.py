@@ -1,4 +1,6 @@
-"""Signatures of checkpoints: a run with a run key signs its manifests with it, and reads no others."""
+"""Signatures of checkpoints: a run with a run key signs its manifests with it and accepts no
+others.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -17,25 +19,31 @@ PURPOSE = "checkpoint manifest"
 
 @dataclass(frozen=True)
 class RunKeySigner:
-    """Signs manifests with the run key. Without a key it signs nothing, and reads manifests that nobody has signed."""
+    """Signs manifests with the run key.
+
+    Without a key it signs nothing, and reads unsigned manifests.
+    """
 
     key: RunKey | None = None
     accept_unsigned: bool = False
-    """Read manifests without a signature, or with one that this key did not make."""
+    """Also read manifests without a signature, or with one that another key made."""
     key_setting: str = "--run-key-file"
     accept_setting: str = "--accept-unsigned"
 
     def sign(self, manifest: bytes) -> bytes:
-        """The manifest behind a line with its signature, or as it is if there is no key."""
+        """Return the manifest after a line with its signature; unchanged if there is no key."""
         return seal(self.key, PURPOSE, manifest)
 
     def check(self, raw: bytes, where: str) -> bytes:
-        """The manifest without its signature. Raises InputError if the signature is missing, or not of this key."""
+        """Return the manifest without its signature.
+
+        Raises InputError without a signature of this key.
+        """
         try:
             return unseal(self.key, PURPOSE, raw)
         except MessageError as error:
             if self.accept_unsigned:
-                _warn_once(f"{where}: {error}; it is read all the same, as {self.accept_setting} asks")
+                _warn_once(f"{where}: {error}; it is read anyway, because of {self.accept_setting}")
                 return strip_seal(raw)
             raise InputError(
                 f"{where}: refused: {error}. Name the run's key with {self.key_setting}. If you know where the "
@@ -50,7 +58,10 @@ def _warn_once(text: str) -> None:
 
 
 def island_signer(island: IslandConfig) -> RunKeySigner:
-    """The signer of an island's own checkpoints. Raises InputError of `outer` if its key cannot be read."""
+    """Return the signer of an island's own checkpoints.
+
+    Raises `outer`'s InputError if its key is unreadable.
+    """
     key, accept = load_run_key(island.run_key_file), island.checkpoint.accept_unsigned
     return RunKeySigner(key, accept, "island.run_key_file", "island.checkpoint.accept_unsigned=true")
 
@@ -60,12 +71,16 @@ class SignatureOptions:
     """How the commands that read a run's weights check signatures."""
 
     run_key_file: Path | None = None
-    """None takes the file that the config in the run's folder names, if any."""
+    """None means the file that the config in the run's folder names, if any."""
     accept_unsigned: bool = False
 
     def build_signer(self, island: IslandConfig | None) -> RunKeySigner:
-        """The signer to read the checkpoints of a run with, whose first island has this config, if it is known."""
+        """Return the signer that reads a run's checkpoints.
+
+        `island`: the config of its first island, if known.
+        """
         named = str(self.run_key_file) if self.run_key_file is not None else island and island.run_key_file
-        # A key that is not at hand is no reason to refuse what may be read unchecked.
+        # Where unsigned manifests are accepted, a key file that is not here must not prevent
+        # reading.
         key = None if self.accept_unsigned and self.run_key_file is None else load_run_key(named)
         return RunKeySigner(key, self.accept_unsigned)

@@ -21,7 +21,7 @@ class TaskScore:
     metric: str
     value: float
     error: float | None
-    """Standard error; None where the harness gives none."""
+    """Standard error; None if the harness reports none."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class TaskRequest:
     """What to evaluate."""
 
     tasks: Sequence[str]
-    """Names of tasks or groups that the harness knows, its own or those in `folder`."""
+    """Names of tasks or groups, known to the harness or defined in `folder`."""
     folder: Path | None = None
-    """A folder with own tasks, as YAML files."""
+    """A folder with the user's own tasks, as YAML files."""
     limit: int | None = None
-    """Most examples of a task; None: all."""
+    """Most examples per task; None means all."""
 
 
 def check_harness() -> None:
-    """Raise ConfigError if lm-eval or transformers is not installed, because they are an extra."""
+    """Raise ConfigError if lm-eval or transformers, which an extra installs, is missing."""
     for module, package in (("lm_eval", "lm-eval"), ("transformers", "transformers")):
         if find_spec(module) is None:
             raise ConfigError(f"--tasks needs the package {package}; pip install 'diloco[eval]'")
 
 
 def evaluate_tasks(weights: Weights, request: TaskRequest, device: str, folder: Path) -> list[TaskScore]:
-    """Write the weights into `folder` as an export, and let the harness evaluate it with transformers.
+    """Export the weights into `folder`, and let the harness evaluate them with transformers.
 
-    No code that comes with a task or a model is run. Tasks of the harness fetch their data from the Hugging Face hub.
-    Raises InputError if a task is not known or its data cannot be had.
+    No code that comes with a task or a model is run. The harness's own tasks fetch their data from
+    the Hugging Face hub. Raises InputError if a task is unknown or its data cannot be loaded.
     """
     harness: Any = import_module("lm_eval")
     save_model(weights.tensors, weights.export(), folder)
@@ -63,10 +63,14 @@ def evaluate_tasks(weights: Weights, request: TaskRequest, device: str, folder: 
 
 
 def find_tasks(request: TaskRequest) -> Any:
-    """The harness's TaskManager, which knows all tasks of the request. Raises InputError if one is not known."""
+    """Return the harness's TaskManager for all tasks of the request.
+
+    Raises InputError if one is unknown.
+    """
     tasks: Any = import_module("lm_eval.tasks")
     if request.folder is not None:
-        # To read the harness's own thousands takes many seconds.
+        # Reading the harness's own thousands of tasks takes many seconds, so the folder alone is
+        # tried first.
         manager = tasks.TaskManager(include_path=str(request.folder), include_defaults=False)
         if set(request.tasks) <= set(manager.all_tasks):
             return manager
@@ -78,7 +82,10 @@ def find_tasks(request: TaskRequest) -> Any:
 
 
 def _scores(task: str, figures: dict[str, object]) -> list[TaskScore]:
-    """The harness names figures `acc,none`, and their standard errors `acc_stderr,none`."""
+    """Return one score per figure.
+
+    The harness names figures `acc,none`, and their standard errors `acc_stderr,none`.
+    """
     scores = []
     for key, value in figures.items():
         metric, _, kind = key.partition(",")

@@ -48,36 +48,44 @@ class Weights:
     sizes: ModelSizes
     tensors: dict[str, Tensor]
     seq_len: int
-    """Length of the longest sequences that the model is for: those of its training, or of the model it began as."""
+    """Longest sequence that the model is meant for, by its training or by the model that it began
+    from.
+    """
     tokenizer: str
     """A value of data.tokenizer."""
     run: RunConfig | None = None
-    """Config of the run whose global params these are; None for the weights of an exported folder."""
+    """Config of the run that has these global params; None for the weights of an exported folder.
+    """
     island: IslandConfig | None = None
-    """Config of the run's first island, which says where the text is."""
+    """Config of the run's first island, which names the place of the text."""
     eos: str | None = None
     bos: str | None = None
     """Values of data.eos and data.bos."""
     bos_id: int | None = None
-    """Id with which a text begins for those who use the model; None if that is the tokenizer's affair."""
+    """Id that begins a text when the model is used; None if the tokenizer decides."""
     stop_ids: tuple[int, ...] = ()
-    """Ids beside eos with which the model ends a text."""
+    """Ids besides eos with which the model ends a text."""
     limit: int | None = None
-    """Tokens of a sequence above which the model's attention slides, which is not computed here; None: never."""
+    """Longest sequence in tokens before the model's attention slides, which is not computed here.
+
+    None means that it never slides.
+    """
 
     @property
     def window(self) -> int:
-        """Tokens of the windows in which a text is evaluated, if nothing else is said."""
+        """Default tokens per window when a text is evaluated."""
         return min(self.seq_len, MICRO_BATCH_TOKENS) if self.run is None else self.run.data.seq_len
 
     @property
     def stop_text(self) -> str | None:
-        """Text that ends a message, of a model trained on conversations whose tokenizer has no token for that."""
+        """Text that ends a message, for a model of conversations whose tokenizer has no token for
+        the end.
+        """
         template = None if self.run is None else chat_end(self.run.data)
         return None if self.stop_ids else template
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise InputError if the model would compute a sequence of so many tokens in another way than is done here."""
+        """Raise InputError if `num_tokens` exceed the sliding window, which is not computed here."""
         if self.limit is not None and num_tokens > self.limit:
             raise InputError(
                 f"the model has a sliding_window of {self.limit}, which is not computed here, and a sequence has "
@@ -85,18 +93,21 @@ class Weights:
             )
 
     def encoder(self) -> Tokenizer:
-        """The tokenizer. Raises InputError."""
+        """Build the tokenizer. Raises InputError."""
         return build_tokenizer(self.tokenizer, self.eos, self.bos)
 
     def prompt(self, text: str) -> list[int]:
-        """Ids after which the model continues a text, begun as documents were in training. Raises InputError."""
+        """Return the ids of a text to continue, begun as documents were in training.
+
+        Raises InputError.
+        """
         tokenizer = self.encoder()
-        # Where there is no bos, the eos of another document precedes each.
+        # Without a bos, each document follows the eos of another one.
         first = tokenizer.eos_id if tokenizer.first_id is None else tokenizer.first_id
         return [first, *map(int, tokenizer.encode(text))]
 
     def export(self, dtype: Dtype = "float32") -> Export:
-        """How these weights are exported."""
+        """Return the description with which these weights are exported."""
         told = {"eos": self.eos, "bos": self.bos, "bos_id": self.bos_id, "eos_ids": self.stop_ids}
         return Export(self.sizes, self.seq_len, self.tokenizer, dtype, **told)
 
@@ -130,7 +141,10 @@ def open_weights(path: Path, island: str | None = None, signatures: SignatureOpt
 
 
 def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, Tensor], path: Path) -> Weights:
-    """The weights of a run, whose island `own` says where the text and the first weights are. Raises InputError."""
+    """Return the weights of a run. Raises InputError.
+
+    `own`: the config of an island, which names the places of the text and of the first weights.
+    """
     tokenizer = (own.tokenizer if own is not None else None) or run.data.tokenizer
     encoder = build_tokenizer(tokenizer, run.data.eos, run.data.bos)
     sizes = resolve_sizes(run.model, encoder.vocab_size)
@@ -142,19 +156,25 @@ def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, 
 
 
 def chat_end(data: DataConfig) -> str | None:
-    """The marker at the end of a message, if the run reads conversations: of its only source, or the first of them."""
+    """Return the marker that ends a message in the run's first source of conversations.
+
+    None if none is.
+    """
     return next((END_MARKERS[each.chat_template] for each in data.sources if each.format == "chat"), None)
 
 
 def _stop_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids with which the model ends a text: the end of a message, and eos. Empty for eos alone."""
+    """Return the ids with which the model ends a text: the end of a message, and eos.
+
+    Empty for eos alone.
+    """
     marker = chat_end(data)
     end = None if marker is None else tokenizer.token_id(marker)
     return () if end is None else tuple(dict.fromkeys((end, tokenizer.eos_id)))
 
 
 def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokenizer) -> tuple[int | None, int]:
-    """(bos id or None, length of the longest sequences), with those of the model that the run began from."""
+    """Return (bos id or None, longest sequence), considering the model that the run began from."""
     seq_len, named = longest_sequence(run), run.model.init_from
     if named is None:
         return tokenizer.first_id, seq_len
@@ -163,7 +183,7 @@ def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokeni
         config = read_config(folder)
     except InputError as error:
         log.warning(
-            "%s; so the length of sequences is that of the training, %d, and bos the tokenizer's", error, seq_len
+            "%s; the sequence length of the training, %d, and the tokenizer's bos are used instead", error, seq_len
         )
         return tokenizer.first_id, seq_len
     bos_id, _ = read_special_ids(config, tokenizer.vocab_size)
@@ -175,7 +195,7 @@ def _open_export(folder: Path) -> Weights:
     sizes = resolve_sizes(read_model_config(folder, read_length(folder, config)), 0)
     bos_id, stop_ids = read_special_ids(config, sizes.vocab_size)
     told = read_beside(folder)
-    # Only then do texts begin with it; others may name a bos that their training did not use.
+    # Otherwise texts do not begin with bos: some models name a bos that their training did not use.
     bos = token_name(told, "bos_token") if told.get("add_bos_token") is True else None
     return Weights(
         sizes,
@@ -190,9 +210,10 @@ def _open_export(folder: Path) -> Weights:
 
 
 def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Corpus:
-    """The held-out text of the run. Raises InputError for an exported folder, which has none.
+    """Return the held-out text of the run.
 
-    The run may be somebody else's: ConfigError if its text comes from own code that `allow_imports` does not name.
+    Raises InputError for an exported folder, which has none. The run may be somebody else's: raises
+    ConfigError if its text comes from own code that `allow_imports` does not name.
     """
     if weights.run is None or weights.island is None:
         raise InputError("an exported folder has no held-out text of its own; name files or folders of text")
@@ -202,7 +223,9 @@ def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Co
 
 
 def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) -> Corpus:
-    """All text of files and folders, as held-out text; stops after the document that exceeds `num_tokens`."""
+    """Return all text of files and folders, as held-out text, up to the document that passes
+    `num_tokens`.
+    """
     field = DataConfig().text_field if weights.run is None else weights.run.data.text_field
     tokenizer = weights.encoder()
     pieces: list[np.ndarray] = []
@@ -220,9 +243,10 @@ def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) ->
 def evaluate(
     weights: Weights, corpus: Corpus, num_tokens: int | None, device: str, seq_len: int | None = None
 ) -> Evaluation:
-    """The loss on the first `num_tokens` held-out tokens, rounded up to whole sequences; None or too many mean all.
+    """Return the loss on the first `num_tokens` held-out tokens, rounded up to whole sequences.
 
-    `seq_len`: tokens of a sequence; None: `weights.window`.
+    None, or more tokens than there are, means all. `seq_len`: tokens per sequence; None means
+    `weights.window`.
     """
     num_tokens = num_tokens or sum(len(text.heldout) for text in corpus.texts)
     # A text shorter than a sequence is used as one shorter sequence.

@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` on addresses: can an island listen where its config says, and others reach it there."""
+"""Checks of `diloco doctor` on addresses: whether an island can listen there, and others reach it."""
 
 import asyncio
 import errno
@@ -30,7 +30,7 @@ def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
         yield Check("FAILED", where, f"{host}: {problem}; {cure}")
         return
     if has_relays and local.island.announce_host is None and (host in WILDCARDS or is_loopback(host)):
-        text = f"{host}: no address that others are told; they reach this island by {', '.join(local.island.relays)}"
+        text = f"{host}: no address is announced; others reach this island by {', '.join(local.island.relays)}"
         yield Check("ok", where, text)
     elif is_loopback(host) and not is_alone:
         yield Check("warning", where, f"{host}: islands on other machines cannot reach this one; to allow it, {cure}")
@@ -49,7 +49,7 @@ def check_port(local: LocalIsland, host: str, port: int) -> Check:
     of_rank = local.network.ports_per_rank
     ports = range(port, port + max(of_rank * local.island.ranks, 1))
     if ports[-1] > 65535:
-        text = f"{port}: with {of_rank} for each rank the last is {ports[-1]}, above 65535; set a lower one"
+        text = f"{port}: with {of_rank} per rank the last port is {ports[-1]}, above 65535; set a lower one"
         return Check("FAILED", where, text)
     for each in ports:
         if problem := find_bind_problem(host, each):
@@ -75,7 +75,7 @@ def check_announced(local: LocalIsland, host: str, port: int) -> Check:
 
 
 def find_bind_problem(host: str, port: int) -> str:
-    """Why a process cannot listen at this address; "" if it can."""
+    """Return why a process cannot listen at this address; empty if it can."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, at = found[0]
@@ -95,13 +95,16 @@ def find_bind_problem(host: str, port: int) -> str:
 
 
 async def time_connection(host: str, port: int) -> tuple[float, str]:
-    """Open a TCP connection. Returns the time it took in seconds, and the problem ("" if there is none)."""
+    """Open a TCP connection.
+
+    Return its duration in seconds and the problem, which is empty if it opened.
+    """
     began = time.perf_counter()
     try:
         async with asyncio.timeout(DIAL_SECONDS):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops what comes"
+        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops packets"
     except ConnectionRefusedError:
         return 0.0, "refused: nothing listens there"
     except socket.gaierror as error:

@@ -1,4 +1,4 @@
-"""What a check of `diloco doctor` finds."""
+"""The result of a check of `diloco doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal

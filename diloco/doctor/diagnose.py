@@ -51,9 +51,10 @@ Line = Check | str
 
 
 def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | None, *, is_strict: bool = False) -> int:
-    """Print all checks for at most one address and any overrides. Returns 1 if a check has failed, else 0.
+    """Run and print all checks. Return 1 if a check failed, else 0.
 
-    `is_strict`: also whether the run keeps out what one member alone could do to it.
+    `arguments` are at most one address, and overrides. `is_strict`: also check that the settings
+    protect the run from its own members.
     """
     addresses = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -103,7 +104,7 @@ async def diagnose(
 ) -> AsyncIterator[Line]:
     """Check this machine, then the swarm at `address`, its runs, and each of their islands.
 
-    `is_strict`: check the config's settings against members, too.
+    `is_strict`: also check that the config's settings protect the run from its own members.
     """
     yield "This machine"
     try:
@@ -128,7 +129,7 @@ async def diagnose(
 
 async def check_swarm(local: LocalIsland, address: str, run_name: str | None) -> AsyncIterator[Line]:
     """Check the connection to the swarm, then the run given by --run, else the config's run, else all runs."""
-    if local.island.proxy is None:  # By a proxy, the next check says more.
+    if local.island.proxy is None:  # Through a proxy, the next check tells more.
         connected = await check_address(address)
         yield connected
         if connected.level == "FAILED":

@@ -1,4 +1,4 @@
-"""Whether this machine has the host memory that an island's ranks need on it."""
+"""Checks that this machine has the host memory that an island's ranks need on it."""
 
 import logging
 import os
@@ -24,9 +24,12 @@ from outer.errors import InputError
 log = logging.getLogger(__name__)
 
 NEARLY_ALL = 0.85
-"""Share of the memory from which on a machine is warned of: the system, the page cache and datasets need the rest."""
+"""Share of the memory above which the user is warned.
+
+The system, the page cache and datasets need the rest.
+"""
 MOST_NAMED = 4
-"""The largest purposes, which a text names."""
+"""Number of the largest purposes that a text names."""
 CURE = (
     "spread the island over more machines (island.ranks, fewer on each), allow the container or job more memory, set "
     "island.checkpoint.every_rounds to null, or choose a smaller model; `diloco plan` shows each purpose"
@@ -45,49 +48,53 @@ class MachineMemory:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What the ranks of an island on one machine need there, and what there is."""
+    """The host memory that an island's ranks on one machine need, and the memory that there is."""
 
     label: str
     num_ranks: int
-    """Of the island on this machine."""
+    """Number of the island's ranks on this machine."""
     rank: HostMemory
     machine: MachineMemory
     smallest_share: float = 1.0
-    """Of an average rank's memory, what these ranks have at least: less if they may hold the smallest stage."""
+    """Least memory of these ranks, as a share of an average rank's.
+
+    It is below 1 if these ranks may hold the smallest stage.
+    """
 
     @property
     def least(self) -> float:
-        """Bytes that the ranks cannot do without."""
+        """Bytes that the ranks need in any case."""
         return self.num_ranks * self.smallest_share * self.rank.least
 
     @property
     def cannot_fit(self) -> bool:
-        """Whether even what is needed for certain is more than there is, swap space included."""
+        """Whether even the certain needs exceed memory and swap space together."""
         return self.least > self.machine.num_bytes + self.machine.swap_bytes
 
     @property
     def is_scarce(self) -> bool:
-        """Whether what may be needed is nearly all that there is, or more."""
+        """Whether the possible needs take nearly all of the memory, or more."""
         return self.num_ranks * self.rank.estimate > NEARLY_ALL * self.machine.num_bytes
 
     @property
     def text(self) -> str:
-        """What is needed and allowed, with the largest purposes."""
+        """The needed and the available memory, with the largest purposes, as text."""
         sizes = self.rank.certain | self.rank.possible
         largest = sorted(sizes, key=lambda purpose: -sizes[purpose])[:MOST_NAMED]
         named = ", ".join(f"{human_bytes(sizes[purpose])} {purpose}" for purpose in largest)
         ranks = f"{self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'} of {self.label!r} on one machine"
         estimate = human_bytes(self.num_ranks * self.rank.estimate)
-        needed = f"at least {human_bytes(self.least)} of host memory, and {estimate} if all comes at once"
+        needed = f"at least {human_bytes(self.least)} of host memory, and {estimate} if all is needed at once"
         swap = f" and {human_bytes(self.machine.swap_bytes)} of swap" if self.machine.swap_bytes else ""
         allowed = f"{human_bytes(self.machine.num_bytes)} ({self.machine.source}){swap}"
         return f"{ranks} {'needs' if self.num_ranks == 1 else 'need'} {needed}; there are {allowed}; each rank {named}"
 
 
 def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> None:
-    """Raise ConfigError if this rank and the island's others on its machine cannot fit; warn if it will be close.
+    """Raise ConfigError if the island's ranks on this machine cannot fit; warn if it will be close.
 
-    Every rank of the machine calls it, and the first one warns. Nothing is sent, so each finds the same.
+    Every rank of the machine calls it, and the first one warns. Nothing is sent: each rank computes
+    the same result.
     """
     node = plan_node_memory(run, island, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if node.cannot_fit:
@@ -97,7 +104,7 @@ def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> No
 
 
 def check_host_memory(local: LocalIsland) -> Check:
-    """The doctor's check: all ranks of the island are here, or as many as this machine has GPUs."""
+    """Check the host memory for all ranks of the island, or for as many as this machine has GPUs."""
     run, island, where = local.run, local.island, "host memory"
     if run is None:
         machine = find_machine_memory()
@@ -116,13 +123,17 @@ def check_host_memory(local: LocalIsland) -> Check:
 
 
 def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_ranks: int) -> NodeMemory:
-    """What `num_ranks` ranks of the island need on this machine. `device` is where they compute, cpu or cuda:N."""
+    """Plan the host memory of `num_ranks` ranks of the island on this machine.
+
+    `device` is where they compute, cpu or cuda:N.
+    """
     device_type = device.partition(":")[0]
     if island.auto:
-        # What it chooses itself needs at least as much as the last candidate.
+        # Whatever the island chooses, it needs at least as much as the last candidate.
         island = list_candidates(run, island)[-1]
     vocab_size, is_assumed = vocabulary(run)
-    # What is refused must be certain, and a tokenizer that has not been read may be as small as bytes are.
+    # Only a certain shortage is refused, and a tokenizer that has not been read may have byte
+    # tokens only.
     specs = model_specs(run, BYTE_VOCAB_SIZE if is_assumed else vocab_size)
     here = island.model_copy(update={"device": device_type})
     inner_step = [] if run.model.name else build_step_plan(run, here).memory
@@ -132,13 +143,16 @@ def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_rank
 
 
 def _smallest_share(inner_step: list[MemoryEstimate]) -> float:
-    """Params of the pp coordinate that has the fewest, as a share of the average one's."""
+    """Return the fewest params of a pp coordinate, as a share of the average coordinate's params."""
     params = [each.params for each in inner_step] or [1]
     return min(params) * len(params) / sum(params)
 
 
 def find_machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """The machine's memory, or less if a control group of this process (a container, a job) may use only so much."""
+    """Return the machine's memory, or a lower limit of this process's control groups.
+
+    Containers and jobs set such limits.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     swap = _read_swap_bytes(root)
     limits = [(total, "the machine's"), *_find_cgroup_limits(root)]
@@ -154,7 +168,7 @@ def _read_swap_bytes(root: Path) -> int:
 
 
 def _find_cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """The limits of this process's control groups and of the groups around them, in both versions of the system."""
+    """Yield the limits of this process's control groups and of their parents, for cgroup v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -162,9 +176,9 @@ def _find_cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
     groups = {kinds: Path(group.lstrip("/")) for _, kinds, group in (line.split(":", 2) for line in lines)}
     mount = root / "sys/fs/cgroup"
     for kinds, folder, name in (("", mount, "memory.max"), ("memory", mount / "memory", "memory.limit_in_bytes")):
-        # In a container the path may be that of the host: then only the group at the top is there.
+        # In a container the path may be the host's: then only the top group exists here.
         for group in [groups[kinds], *groups[kinds].parents] if kinds in groups else ():
             try:
                 yield int((folder / group / name).read_text()), f"the limit in {folder / group / name}"
             except (OSError, ValueError):
-                continue  # There is no such file, or it says "max".
+                continue  # There is no such file, or it contains "max".

@@ -26,9 +26,9 @@ BULK_SECONDS = 30.0
 NUM_SAMPLES = 5
 FIRST_BYTES, GROWTH = 1 << 16, 8
 ENOUGH_SECONDS = 0.5
-"""A transfer that takes this long measures the link. After a shorter one, a larger one follows."""
+"""A transfer of this duration measures the link. After a shorter one, a larger one follows."""
 CLOCK_NOTICED, CLOCK_FAILED = 1.0, 5.0
-"""Clock differences in seconds. A record of hivemind expires after 15 s by the clock of its reader."""
+"""Clock differences in seconds. A record of hivemind expires after 15 s by its reader's clock."""
 CLOCK_CURE = "synchronise both clocks by NTP, for example with `timedatectl set-ntp true`"
 
 
@@ -154,7 +154,7 @@ async def check_calls(remote: RemoteIsland) -> list[Check]:
 
 
 async def time_call(remote: RemoteIsland) -> tuple[float, float]:
-    """Duration of one call, and how far the remote clock is ahead, in seconds."""
+    """Return the duration of one call, and how far the remote clock is ahead, in seconds."""
     sent_at, began = time.time(), time.perf_counter()
     theirs = await probe(remote.messenger, remote.address)
     seconds = time.perf_counter() - began
@@ -189,7 +189,10 @@ async def check_rate(remote: RemoteIsland, name: str, transfer: Callable[[int], 
 
 
 async def measure_rate(transfer: Callable[[int], Awaitable[object]], round_trip: float) -> float:
-    """Bytes per second of the first of ever larger transfers that takes ENOUGH_SECONDS, or else of the largest."""
+    """Return the bytes per second of the first transfer that takes ENOUGH_SECONDS.
+
+    Each transfer is larger than the one before. If none takes so long, the largest one counts.
+    """
     num_bytes = FIRST_BYTES
     while True:
         began = time.perf_counter()
@@ -201,7 +204,7 @@ async def measure_rate(transfer: Callable[[int], Awaitable[object]], round_trip:
 
 
 async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
-    """Let the island send `num_bytes` bytes. Raises MessageError if it sends another number."""
+    """Request `num_bytes` bytes from the island. Raises MessageError if it sends another number."""
     reply = await remote.call_bulk("probe_bytes", diagnostics.BytesRequest(num_bytes=num_bytes).encode())
     if len(reply) != num_bytes:
         raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were requested")
@@ -230,7 +233,7 @@ async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> C
 
 
 def strip_peer_ids(address: str) -> str:
-    """The network addresses in a messenger's address, without the peer ids of libp2p."""
+    """Return the network addresses in a messenger's address, without the peer ids of libp2p."""
     places = address.partition("@")[2] or address
     return ", ".join(re.sub(r"/p2p/[^/]+$", "", place) for place in places.split(";"))
 

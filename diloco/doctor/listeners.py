@@ -1,7 +1,8 @@
-"""Finds the addresses at which processes of this machine listen, and the stores of ranks among them. Linux only.
+"""Finds the addresses at which processes of this machine listen, and the rank stores among them.
 
-A TCPStore, where the ranks of torchrun meet, listens on all addresses of its machine and takes anyone; torchrun loads a
-pickle from it. `diloco launch` starts an island of one node without one.
+Linux only. A TCPStore, where the ranks of torchrun meet, listens on all addresses of its machine
+and accepts anyone, and torchrun unpickles data from it. `diloco launch` starts an island of one
+node without a TCPStore.
 """
 
 import ipaddress
@@ -22,7 +23,7 @@ Bound = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that takes connections or datagrams. `protocol` is tcp, tcp6, udp or udp6."""
+    """A socket that accepts connections or datagrams. `protocol` is tcp, tcp6, udp or udp6."""
 
     pid: int
     program: str
@@ -32,7 +33,7 @@ class Listener:
 
     @property
     def is_beyond_loopback(self) -> bool:
-        """Whether other machines can reach it, as far as no firewall is in between."""
+        """Whether other machines can reach it, unless a firewall is in between."""
         address = ipaddress.ip_address(self.host)
         return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
@@ -41,13 +42,13 @@ class Listener:
 
 
 def find_rank_stores() -> list[Listener]:
-    """The stores of ranks that listen beyond loopback, among the processes that this user may look at."""
+    """Return the rank stores that listen beyond loopback, among the processes open to this user."""
     listeners = read_listeners(int(folder.name) for folder in PROC.glob("[0-9]*"))
     return [each for each in listeners if each.is_beyond_loopback and is_rank_store(each)]
 
 
 def is_rank_store(listener: Listener) -> bool:
-    """Whether a TCP listener is torchrun's, or is at the MASTER_PORT at which the ranks of its process meet."""
+    """Return whether a TCP listener is torchrun's store, or the store of its own process's ranks."""
     folder = PROC / str(listener.pid)
     try:
         command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -59,7 +60,10 @@ def is_rank_store(listener: Listener) -> bool:
 
 
 def read_listeners(pids: Iterable[int]) -> list[Listener]:
-    """The listening sockets of these processes. Those that have ended or belong to other users are left out."""
+    """Return the listening sockets of these processes.
+
+    Processes that have ended or belong to other users are left out.
+    """
     found: list[Listener] = []
     for pid in pids:
         with suppress(OSError):
@@ -71,7 +75,7 @@ def read_listeners(pids: Iterable[int]) -> list[Listener]:
 
 
 def socket_inodes(pid: int) -> Iterator[str]:
-    """The inode numbers of a process's sockets."""
+    """Yield the inode numbers of a process's sockets."""
     for descriptor in (PROC / str(pid) / "fd").iterdir():
         with suppress(OSError):
             target = os.readlink(descriptor)
@@ -80,20 +84,26 @@ def socket_inodes(pid: int) -> Iterator[str]:
 
 
 def bound_sockets(pid: int) -> dict[str, Bound]:
-    """Protocol, address and port of each socket that listens in the process's network namespace, by its inode."""
+    """Return the protocol, address and port of each listening socket, by its inode.
+
+    The sockets are those of the process's network namespace.
+    """
     bound = {}
     for table in TABLES:
         with suppress(OSError):
             for line in (PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
                 local, remote, state, inode = (line.split()[column] for column in (1, 2, 3, 9))
-                # A UDP socket without a peer takes datagrams of everybody.
+                # A UDP socket without a peer accepts datagrams from anyone.
                 if state == TCP_LISTENS or (table.startswith("udp") and remote.endswith(":0000")):
                     bound[inode] = (table, *parse_address(local))
     return bound
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of an address as the kernel prints it: 4-byte words in the machine's order, and a colon."""
+    """Parse an address as the kernel prints it, into host and port.
+
+    The kernel prints 4-byte words in the machine's byte order, a colon, and the port.
+    """
     words, port = text.split(":")
     data = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     return socket.inet_ntop(socket.AF_INET if len(data) == 4 else socket.AF_INET6, data), int(port, 16)

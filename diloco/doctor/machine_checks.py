@@ -24,7 +24,7 @@ from outer.packages import has_hivemind, require_hivemind
 from outer.transports.gloo.open_files import find_allowed_files
 
 NUM_GROUPS = 4
-"""gloo groups of all ranks: torch's world, the rank group, the one in background, and that of checkpoints."""
+"""gloo groups of all ranks: torch's world, the rank group, the background and checkpoint groups."""
 OTHER_FILES = 512
 DAEMON_SECONDS = 20.0
 LOW_DISK_BYTES = 1_000_000_000
@@ -78,29 +78,29 @@ def check_config(local: LocalIsland) -> Check:
 
 
 def check_rank_stores() -> Check:
-    """Check that no store where an island's ranks meet, such as torchrun's, can be reached from other machines."""
+    """Check that other machines cannot reach a store where an island's ranks meet."""
     where, whose = "rank stores", "among the processes that this user may look at"
     if not PROC.exists():
         return Check("ok", where, "not checked, because this machine has no /proc")
     found = ", ".join(map(str, find_rank_stores()))
     if found:
         text = f"{found}: whoever reaches a store of an island's ranks can run code there; start an island of one node "
-        text += "with `diloco launch`, and close the ports of one of several nodes, as docs/operating.md says"
+        text += "with `diloco launch`, and close these ports for an island of several nodes, as docs/operating.md says"
         return Check("warning", where, text)
     return Check("ok", where, f"none listens beyond loopback, {whose}")
 
 
 def count_needed_files(num_ranks: int) -> int:
-    """Number of files that a rank may have open at once: a socket for each other rank in each group, and the rest."""
+    """Count the files that a rank may need open: a socket per other rank in each group, and others."""
     return NUM_GROUPS * (num_ranks - 1) + OTHER_FILES
 
 
 def check_open_files(num_ranks: int) -> Check:
-    """Check that a rank may open a socket for each of the other ranks. It raises its limit itself where it may."""
+    """Check that a rank may open a socket for each other rank, once it has raised its soft limit."""
     allowed, needed = find_allowed_files(), count_needed_files(num_ranks)
     text = f"{allowed} allowed for a process, a rank of {num_ranks} may need {needed}"
     if allowed < needed:
-        cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or that of the container"
+        cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or the container's limit"
         return Check("warning", "open files", f"{text}; {cure}")
     return Check("ok", "open files", text)
 
@@ -125,7 +125,10 @@ def check_disk(local: LocalIsland) -> Iterator[Check]:
 
 
 def state_bytes(run: RunConfig) -> int:
-    """Size of the state that a joiner downloads: params and outer momentum in fp32. 0 if the tokenizer is missing."""
+    """Return the bytes of the state that a joiner downloads: params and outer momentum in fp32.
+
+    It is 0 if the tokenizer is missing.
+    """
     from inner.data.tokenizer import build_tokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor` on the ports and paths for payloads: by which route ranks are reached, and why so."""
+"""Checks of `diloco doctor` on the ports and paths for payloads: the route that leads to each rank."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,7 +13,7 @@ from outer.routes.dialer import Dialer
 from outer.routes.proxy import parse_proxy
 
 MAX_RANKS = 64
-"""Maximum number of ranks to look at on one island. Its record may claim more and is not trusted."""
+"""Most ranks of one island that are checked. Its record may claim more, but is not trusted."""
 CURE_OF_GLOO = "gloo chooses its own ports: let islands reach each other on all ports, or use tls or hivemind"
 CURE_OF_TLS = (
     "open these ports on that machine and set island.announce_host to the address that others see; or, where no port "
@@ -38,7 +38,10 @@ async def check_gloo_ports(member: Member) -> Check:
 
 
 async def check_paths(member: Member, local: LocalIsland) -> AsyncIterator[Check]:
-    """For calls and for payloads: the first route that leads to each rank, and why those before it do not."""
+    """Check the route to each rank, for calls and for payloads.
+
+    Each result names the first route that leads to the rank, and why those before it do not.
+    """
     doors: dict[Door, Sequence[str]] = {"calls": member.control_addresses, "payloads": member.transport_addresses}
     dialer = Dialer(parse_proxy(local.island.proxy))
     for door, addresses in doors.items():
@@ -51,7 +54,7 @@ async def check_paths(member: Member, local: LocalIsland) -> AsyncIterator[Check
 
 
 async def check_path(dialer: Dialer, who: str, name: str, address: IslandAddress) -> Check:
-    """Check that a route leads to the rank, and say which, and why not those before it."""
+    """Check that a route leads to the rank; name that route, and why those before it do not."""
     route, failed = await find_route(dialer, address)
     if route is None:
         return Check("FAILED", name, f"{who}: none. {'; '.join(failed)}; {CURE_OF_TLS}")
@@ -62,7 +65,10 @@ async def check_path(dialer: Dialer, who: str, name: str, address: IslandAddress
 
 
 async def find_route(dialer: Dialer, address: IslandAddress) -> tuple[Route | None, list[str]]:
-    """The first route of an address that leads to the rank, or None, and what came of those before it."""
+    """Return the first route of an address that leads to the rank, or None.
+
+    And why others before failed.
+    """
     failed: list[str] = []
     for route in address.routes:
         try:
@@ -76,6 +82,6 @@ async def find_route(dialer: Dialer, address: IslandAddress) -> tuple[Route | No
 
 
 def describe_route(route: Route) -> str:
-    """A route in words."""
+    """Describe a route in words."""
     way = "direct" if route.behind is None else "by the relay"
     return f"{way} {route.host}:{route.port}"

@@ -1,4 +1,4 @@
-"""Checks of `diloco doctor --strict`: whether a run keeps out what one member alone could do to it.
+"""Checks of `diloco doctor --strict`: whether the settings protect a run from its own members.
 
 docs/security.md has the recipe, and says what each setting is for.
 """
@@ -33,7 +33,7 @@ def check_network(outer: OuterConfig) -> Check:
 
 
 def check_quorum(outer: OuterConfig) -> Check:
-    """Check that no minority commits anything."""
+    """Check that no minority of islands can commit."""
     if outer.gossip is not None:
         return Check("FAILED", "outer.gossip", "gossip has no votes and no quorum; leave it out")
     least = outer.start_islands // 2 + 1
@@ -41,39 +41,39 @@ def check_quorum(outer: OuterConfig) -> Check:
         text = f"{outer.quorum} of {outer.start_islands} islands may commit without the others"
         return Check("FAILED", "outer.quorum", f"{text}; set outer.quorum={least} or higher")
     if outer.below_quorum == "continue":
-        text = "with 'continue' fewer islands than outer.quorum commit when the others are away"
+        text = "with 'continue' fewer islands than outer.quorum commit when the others are unreachable"
         return Check("FAILED", "outer.below_quorum", f"{text}; set it to wait or stop")
     return Check("ok", "outer.quorum", f"{outer.quorum} of {outer.start_islands} islands, so no minority commits")
 
 
 def check_audit(outer: OuterConfig) -> Check:
-    """Check that a reducer that sends a wrong mean is found."""
+    """Check that a reducer's wrong mean is detected."""
     if outer.audit == 0:
-        text = "nobody looks whether a reducer's mean is that of the payloads"
+        text = "nobody checks that a reducer's mean is the mean of the payloads"
         return Check("FAILED", "outer.audit", f"{text}; set outer.audit=0.1, for example")
     return Check("ok", "outer.audit", f"{outer.audit:.0%} of all parts are computed a second time")
 
 
 def check_bound(outer: OuterConfig) -> Check:
-    """Check that one pseudo-gradient cannot be of any length."""
+    """Check that the length of a pseudo-gradient is bounded."""
     merge = outer.merge
     if merge.refuse_norm_ratio is not None:
         text = f"nothing longer than {merge.refuse_norm_ratio:g} times what healthy islands make is committed"
         return Check("ok", "outer.merge", text)
-    text = "one island may move the mean to anywhere"
+    text = "one island can move the mean anywhere"
     return Check("FAILED", "outer.merge", f"{text}; leave outer.merge.refuse_norm_ratio at its default")
 
 
 def check_run_key(island: IslandConfig) -> Check:
-    """Check that strangers are no members."""
+    """Check that strangers cannot become members."""
     if island.run_key_file is None:
         text = "whoever reaches a port is a member"
         return Check("FAILED", "island.run_key_file", f"{text}; give all islands the same file of 32 random bytes")
-    return Check("ok", "island.run_key_file", "only who holds the run key is a member")
+    return Check("ok", "island.run_key_file", "only holders of the run key are members")
 
 
 def check_allow(local: LocalIsland, run: RunConfig) -> Check:
-    """Check that a member cannot make new keys, and that this island is on its own list."""
+    """Check that a member cannot take part under new keys, and that this island's key is listed."""
     allowed = local.island.allow
     if not allowed:
         text = "whoever holds the run key may take part with as many keys as it makes"
@@ -91,15 +91,15 @@ def check_allow(local: LocalIsland, run: RunConfig) -> Check:
 
 
 def check_own_code(island: IslandConfig) -> Check:
-    """Check that a swarm's config makes nothing run here that was not looked at."""
+    """Check that a swarm's config can run no code here that has not been read."""
     if island.allow_imports:
         text = f"a swarm's config may run {', '.join(island.allow_imports)}"
         return Check("warning", "allow_imports", f"{text}: read that code, and allow single paths, not packages")
-    return Check("ok", "allow_imports", "a swarm's config makes nothing run here")
+    return Check("ok", "allow_imports", "a swarm's config runs no code here")
 
 
 def check_signatures(island: IslandConfig) -> Check:
-    """Check that the island goes on only from checkpoints that members have signed."""
+    """Check that the island resumes only from checkpoints that members have signed."""
     if island.checkpoint.accept_unsigned:
         text = "whoever can write to the folder decides which weights the run goes on with"
         return Check("FAILED", "accept_unsigned", f"{text}; set island.checkpoint.accept_unsigned=false")

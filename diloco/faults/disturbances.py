@@ -1,4 +1,4 @@
-"""The faults and links that the command line asks for, whether islands are processes or modelled."""
+"""The faults and links that the command line requests, for islands that are processes or modelled."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,10 @@ from diloco.faults.spec import parse_fault
 
 @dataclass(frozen=True)
 class Disturbances:
-    """Faults and links of a run, as on the command line. `storm` is the rate of random faults per island and minute."""
+    """Faults and links of a run, as on the command line.
+
+    `storm` is the rate of random faults per island and minute.
+    """
 
     faults: tuple[str, ...] = ()
     storm: float | None = None
@@ -18,7 +21,7 @@ class Disturbances:
     nat: tuple[int, ...] = ()
     """Islands behind a NAT."""
     proxy: tuple[int, ...] = ()
-    """Islands that nothing leaves but by a proxy."""
+    """Islands whose connections leave only through a proxy."""
     nodes: int = 1
     """Nodes of each island."""
 

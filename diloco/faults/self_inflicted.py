@@ -1,8 +1,9 @@
-"""Faults that an island inflicts on itself. torch is imported only when there are some.
+"""Faults that an island inflicts on itself. torch is imported only if there are any.
 
-An island kills or freezes itself at a phase of a round, poisons or corrupts what it sends at a round, or is slow from
-the start, as island.faults in its config says. The launcher (simulate/injector.py) inflicts all other faults on
-processes. It requests a fault that only the running island can inflict by a file in ISLAND_DIR/faults.
+An island kills or freezes itself at a phase of a round, poisons or corrupts what it sends in a
+round, or is slow from the start: the faults in island.faults of its config. The launcher
+(simulate/injector.py) inflicts all other faults on processes. A fault that only the running island
+can inflict is requested by the launcher with a file in ISLAND_DIR/faults.
 """
 
 import os
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
 
 POISON = -10.0
 FAULTS_FOLDER = "faults"
-"""Folder in the island's folder. The launcher creates SPEC.begun in it, the island SPEC.done before it acts."""
+"""A folder in the island's folder. The launcher requests a fault by creating SPEC.begun in it.
+
+The island creates SPEC.done before it acts.
+"""
 
 
 def claim(folder: Path, fault: Fault) -> bool:
-    """Claim the fault. True for exactly one caller among all ranks and all restarts of the island in `folder`."""
+    """Claim the fault, and return whether this caller is the first to do so.
+
+    That is so for exactly one caller among all ranks and all restarts of the island in `folder`.
+    """
     path = done_path(folder, fault)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -36,7 +43,7 @@ def claim(folder: Path, fault: Fault) -> bool:
 
 
 def done_path(folder: Path, fault: Fault) -> Path:
-    """Path of the file that marks the fault as claimed."""
+    """Return the path of the file that marks the fault as claimed."""
     return folder / FAULTS_FOLDER / f"{fault}.done"
 
 
@@ -60,7 +67,10 @@ def build_hooks(specs: Iterable[str], index: int, rank: int, folder: Path) -> "H
 
 
 def slow_down(hooks: "Hooks", step_seconds: float) -> None:
-    """Sleep so that the inner step takes as long as the current slowdown says. Every rank calls it after each step."""
+    """Sleep so that the inner step takes as long as the current slowdown demands.
+
+    Every rank calls it after each step.
+    """
     if isinstance(hooks, SelfInflicted):
         time.sleep(step_seconds * (hooks.slowness() - 1))
 
@@ -75,12 +85,12 @@ class SelfInflicted:
         """Kill or stop this process if a fault is due: in its round, or in the first later round with this phase."""
         for fault in [*self._faults, *self._requested()]:
             is_here = fault.phase == phase and fault.round is not None and round_number >= fault.round
-            # The claim outlives the process, so an island that is started again does not repeat the fault.
+            # The claim outlives the process, so a restarted island does not repeat the fault.
             if is_here and self._rank == 0 and claim(self._folder, fault):
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
     def pseudo_grad(self, round_number: int, values: "torch.Tensor") -> "torch.Tensor":
-        """The values, multiplied by POISON in poisoned rounds."""
+        """Return the values, multiplied by POISON in poisoned rounds."""
         for fault in self._faults:
             if fault.kind == "poison" and fault.round is not None:
                 num_rounds = round_number - fault.round
@@ -90,7 +100,10 @@ class SelfInflicted:
         return values
 
     def payload(self, round_number: int, payload: "torch.Tensor") -> "torch.Tensor":
-        """The payload, with one bit flipped or all bits set (NaN) on the first rank that sends in the fault's round."""
+        """Return the payload, damaged if a fault is due.
+
+        The first rank that sends in the fault's round gets one bit flipped, or all bits set (NaN).
+        """
         for fault in [*self._faults, *self._requested()]:
             is_kind = fault.kind in ("corrupt", "nan")
             if not is_kind or round_number < (fault.round or 0) or not payload.numel():
@@ -104,7 +117,7 @@ class SelfInflicted:
         return payload
 
     def slowness(self) -> float:
-        """Factor by which inner steps are slowed down now."""
+        """Return the factor by which inner steps are slowed down now."""
         factor = 1.0
         for fault in self._faults + self._requested():
             if fault.kind == "slow":
@@ -112,7 +125,7 @@ class SelfInflicted:
         return factor
 
     def _requested(self) -> list[Fault]:
-        """Faults that the launcher has requested, without slowdowns whose time is over."""
+        """Return the faults that the launcher has requested, without slowdowns whose time is over."""
         requested = []
         for path in (self._folder / FAULTS_FOLDER).glob("*.begun"):
             fault = parse_fault(path.name.removesuffix(".begun"))

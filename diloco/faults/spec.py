@@ -19,12 +19,12 @@ FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison",
 BOOTSTRAP: "Service" = "bootstrap"
 DAEMON = "daemon"
 AGENT = "agent"
-"""torchrun's process on a node, which starts the node's ranks and watches them."""
+"""torchrun's process on a node, which starts and watches the node's ranks."""
 Service = Literal["bootstrap", "relay0", "relay1"]
 Target = int | Service
 """An island's index, or a process that serves the islands."""
 RELAYS: tuple[Service, ...] = ("relay0", "relay1")
-"""The relays of islands that nobody can reach otherwise."""
+"""The relays of islands that other islands cannot reach directly."""
 SERVICES: tuple[Service, ...] = (BOOTSTRAP, *RELAYS)
 
 TRIGGERS = ("round", "step", "second")
@@ -53,13 +53,14 @@ EXAMPLES: dict[FaultKind, str] = {
     "forget": "forget:1@round=4",
 }
 SECONDS: dict[str, float] = {"freeze": 20.0, "cut": 15.0, "slow": 10.0}
-"""Default duration of each kind of fault."""
+"""Default duration in seconds of each kind of fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, which strikes when its target has begun `round`, has made `step` inner steps, or at `second`.
+    """One fault.
 
+    It strikes when its target begins `round`, has made `step` inner steps, or at `second`.
     `targets` is empty for a join. `other_side` is empty except for a cut.
     """
 
@@ -73,16 +74,21 @@ class Fault:
     """Seconds since the run's first commit."""
     phase: "Phase | None" = None
     process: str | None = None
-    """The only process of the island that is hit: rank0, rank1, ..., DAEMON (of `node`, if it is given), or
-    the AGENT of `node`. None: all."""
+    """The only process of the island that is hit; None means all.
+
+    It is rank0, rank1, ..., DAEMON (of `node`, if it is given), or the AGENT of `node`.
+    """
     node: int | None = None
-    """The only node of the island that is hit; a cut is then between it and the island's other nodes."""
+    """The only node of the island that is hit.
+
+    A cut then separates it from the island's other nodes.
+    """
     seconds: float | None = None
     back: float | None = None
     rounds: int | None = None
 
     def __str__(self) -> str:
-        """The spec, as written on the command line."""
+        """Return the spec, as written on the command line."""
         targets = "-".join("+".join(map(str, side)) for side in (self.targets, self.other_side) if side)
         names = (*TRIGGERS, "phase", "process", "node", "seconds", "back", "rounds")
         values = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
@@ -92,8 +98,10 @@ class Fault:
 
     @property
     def part(self) -> str | None:
-        """Name of the part of the island that is hit, as `find_process` knows it: rank1, node1, agent1, daemon1.
-        None: all."""
+        """Name of the part of the island that is hit: rank1, node1, agent1 or daemon1.
+
+        None means all. `find_process` finds the processes of a part by this name.
+        """
         if self.node is None:
             return self.process
         return f"{self.process or 'node'}{self.node}"
@@ -105,13 +113,13 @@ class Fault:
 
     @property
     def is_self_inflicted(self) -> bool:
-        """Whether the island inflicts the fault on itself, as its config says."""
+        """Whether the island inflicts the fault on itself, by its config."""
         at_round = self.kind in ("nan", "poison") or (self.kind == "corrupt" and self.round is not None)
         return at_round or self.phase is not None or (self.kind == "slow" and not self.has_trigger)
 
 
 def format_value(value: float | str) -> str:
-    """The value as text, whole floats without their `.0`."""
+    """Return the value as text, whole floats without their `.0`."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -136,7 +144,7 @@ def parse_fault(text: str) -> Fault:
 def parse_targets(
     text: str, kind: FaultKind, names: str
 ) -> tuple[tuple[Target, ...], tuple[Target, ...], float | None]:
-    """The targets, the other side of a cut, and the factor of a slowdown."""
+    """Parse the targets, the other side of a cut, and the factor of a slowdown."""
     if kind == "join":
         if names:
             raise invalid(text, f"got {names!r} before '@'; a join names no island, it adds one", kind)
@@ -222,10 +230,16 @@ def check_options(text: str, fault: Fault) -> None:
         raise invalid(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
     hits_service = any(isinstance(target, str) for target in fault.targets)
     if fault.phase is not None and (fault.round is None or hits_service):
-        raise invalid(text, "a phase is one of an island's round: say the island and @round=N,phase=...", fault.kind)
+        raise invalid(
+            text, "a phase belongs to the round of an island: name the island and @round=N,phase=...", fault.kind
+        )
 
     if fault.process is not None and (fault.phase is not None or hits_service):
-        raise invalid(text, "a process is one of an island's, and the one that reaches a phase is known", fault.kind)
+        raise invalid(
+            text,
+            "a process belongs to an island, and a phase already determines the process; leave out process",
+            fault.kind,
+        )
     check_node(text, fault)
 
 
@@ -239,12 +253,14 @@ def check_node(text: str, fault: Fault) -> None:
         raise invalid(text, f"{fault.process} is one process wherever it runs; leave out node or process", fault.kind)
     if fault.phase is not None or len(fault.targets) != 1 or isinstance(fault.targets[0], str) or fault.other_side:
         raise invalid(
-            text, "a node is one of one island, without a phase; for example cut:0@round=2,node=1", fault.kind
+            text,
+            "a node belongs to a single island, and goes with no phase; for example cut:0@round=2,node=1",
+            fault.kind,
         )
 
 
 def check_nodes_of(faults: Iterable[Fault], num_nodes: int) -> None:
-    """Raise ConfigError if a fault hits a node that islands of so many nodes do not have."""
+    """Raise ConfigError if a fault hits a node that islands of `num_nodes` nodes do not have."""
     for fault in faults:
         if fault.node is not None and (num_nodes == 1 or fault.node >= num_nodes):
             has = "one node each" if num_nodes == 1 else f"the nodes 0 to {num_nodes - 1}"

@@ -1,1 +1,1 @@
-"""Inner steps of an island become rounds: of all islands (of_all.py), or of a quorum only (of_quorum.py)."""
+"""Turns inner steps into rounds of all islands (of_all.py), or of a quorum (of_quorum.py)."""

@@ -1,4 +1,4 @@
-"""What whoever trains hears of the island's rounds."""
+"""The events of an island's rounds, for the code that trains the island."""
 
 from typing import Protocol
 
@@ -8,47 +8,59 @@ from outer.rounds.quorum import CommittedRound
 
 
 class RoundEvents(Protocol):
-    """What happens around the rounds of one island. Every rank gets the same calls in the same order."""
+    """Callbacks around the rounds of one island. Every rank gets the same calls in the same order."""
 
     def begins(self, inner_step: int) -> None:
-        """The inner steps of a round begin, after so many inner steps of the run."""
+        """Called when the inner steps of a round begin, after `inner_step` inner steps of the run."""
 
     def launches(self, progress: Progress) -> None:
-        """A round is about to be launched with this progress."""
+        """Called before a round is launched with this progress."""
 
     def waits(self) -> None:
-        """Training stands still until the round in flight has landed."""
+        """Called when training stops until the round in flight has landed."""
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
-        """A round has been committed with this progress of the island, and local params continue from it."""
+        """Called after a round with this progress is committed: local params continue from it."""
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        """Others have committed without this island; it has taken their state."""
+        """Called after the island has taken the state of others, which had committed without it."""
 
     def may_save(self, *, is_asked: bool) -> None:
-        """No round is in flight: save now if that is asked for, or if the operator wants it."""
+        """Called while no round is in flight: save if `is_asked`, or if the operator requests it."""
 
     def why_stop(self, num_rounds: int) -> str:
-        """Why the island should leave after so many rounds of the run, or ""."""
+        """Return why the island should leave after `num_rounds` rounds of the run.
+
+        Empty if it should not.
+        """
         ...
 
 
 class QuorumEvents(Protocol):
-    """The same where rounds wait for a quorum only, and an island observes those to which it does not contribute."""
+    """The same callbacks where rounds wait for a quorum only.
+
+    The island observes the rounds to which it does not contribute.
+    """
 
     def begins(self, inner_step: int) -> None:
-        """An inner step begins, after so many inner steps of the run."""
+        """Called when an inner step begins, after `inner_step` inner steps of the run."""
 
     def launches(self, progress: Progress) -> None:
-        """The island contributes this progress, and waits for the round."""
+        """Called when the island contributes this progress and waits for the round."""
 
     def landed(self, committed: CommittedRound, made: Progress, cycle: int) -> None:
-        """A round has landed, in this cycle of the run. `made` is the progress since the island last contributed."""
+        """Called after a round has landed, in this cycle of the run.
+
+        `made` is the progress since the island last contributed.
+        """
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        """Others have committed without this island; it has taken their state."""
+        """Called after the island has taken the state of others, which had committed without it."""
 
     def contributed(self, num_rounds: int) -> str:
-        """The island has contributed to the last of so many rounds, and no other is being prepared: save now, if that
-        is due. Returns why the island should leave, or ""."""
+        """Called after the island has contributed to the last of `num_rounds` rounds: save if due.
+
+        No round is being prepared at that time. Return why the island should leave; empty if it
+        should not.
+        """
         ...

@@ -1,12 +1,14 @@
-"""Turns the inner steps of an island into rounds. Whoever trains calls `step` after each inner step:
+"""Turns the inner steps of an island into rounds.
+
+A training loop calls `step` after each inner step:
 
     rounds.proceed()
     while not rounds.is_over:
         (one inner step on the unit of data that `outer.cursor.next_unit()` gives)
         rounds.step(tokens)
 
-`diloco train` does so (island.py). With `outer.delay` a round is launched after its inner steps and lands some steps
-later; without, `step` returns when it has landed.
+`diloco train` does so (island.py). With `outer.delay` a round is launched after its inner steps and
+lands some steps later. Without a delay, `step` returns when the round has landed.
 """
 
 from collections.abc import Iterator
@@ -23,17 +25,17 @@ class IslandRounds:
     """Counts inner steps, launches and lands rounds. Every rank of the island makes the same calls together."""
 
     def __init__(self, outer: OuterLoop, num_rounds: int, events: RoundEvents) -> None:
-        """`outer` has begun. `num_rounds` are those of the whole run."""
+        """`outer` must have begun. `num_rounds` is the number of rounds of the whole run."""
         self._outer, self._num_rounds, self._events = outer, num_rounds, events
         self.made = NO_PROGRESS
         """Progress since the last launch."""
         self.sent = NO_PROGRESS
         """Progress in the round in flight."""
         self.inner_step = 0
-        """Inner steps of the run behind the next one, from which the schedule of the learning rate follows."""
+        """Inner steps of the run before the next one; they determine its learning rate."""
         self._begun_at = self._last_step = 0
         self.stopped = ""
-        """Why the island leaves before the run is over, or ""."""
+        """Why the island leaves before the run is over; empty if it does not."""
 
     @property
     def is_over(self) -> bool:
@@ -47,15 +49,18 @@ class IslandRounds:
 
     @property
     def resume_point(self) -> ResumePoint:
-        """The place within the round. No round may be in flight."""
+        """The position within the round, for a checkpoint. No round may be in flight."""
         return ResumePoint(max(self.inner_step - self._outer.schedule.begin(self._outer.round), 0), self.made)
 
     def resume(self, point: ResumePoint) -> None:
-        """Call this before `proceed` to go on in the middle of a round."""
+        """Go on in the middle of a round. Call this before `proceed`."""
         self.made, self._begun_at = point.made, point.steps
 
     def proceed(self) -> None:
-        """Go on until an inner step is wanted or the run is over. Raises OuterError when it cannot go on."""
+        """Make rounds until an inner step is due or the run is over.
+
+        Raises OuterError if it cannot go on.
+        """
         while not self.is_over:
             with self._catching_up():
                 self._begin_round()
@@ -65,7 +70,10 @@ class IslandRounds:
                 self._end_round()
 
     def step(self, tokens: int) -> None:
-        """An inner step was made on so many tokens: land and launch what is due. Raises OuterError."""
+        """Count an inner step on `tokens` tokens; land and launch the rounds that are due.
+
+        Raises OuterError.
+        """
         self.made += Progress(1, tokens)
         self.inner_step += 1
         with self._catching_up():
@@ -75,11 +83,12 @@ class IslandRounds:
         self.proceed()
 
     def go_back(self, earlier: EarlierState) -> None:
-        """Inner steps lead nowhere: end the round now, and offer the others to go back to this state together.
+        """End the round now, and offer the others to go back to this earlier state together.
 
-        If not more than half of them offer the same, the round averages as ever. Raises OuterError.
+        Call it when further inner steps are useless. The round averages as usual unless more than
+        half of the islands offer the same state. Raises OuterError.
         """
-        self.made += Progress(1, 0)  # The last step, which nobody has counted.
+        self.made += Progress(1, 0)  # The last step, which has not been counted.
         self.inner_step += 1
         with self._catching_up():
             if self._outer.in_flight is not None:
@@ -88,9 +97,10 @@ class IslandRounds:
         self.proceed()
 
     def land_now(self) -> None:
-        """Land the round in flight before its time, if there is one, so that the state can be saved. Raises OuterError.
+        """Land the round in flight early, if there is one, so that the state can be saved.
 
-        Local params then continue earlier from the global params than they would have, which is no error.
+        Local params then continue from the global params earlier than planned, which is no error.
+        Raises OuterError.
         """
         if self._outer.in_flight is None:
             return
@@ -100,20 +110,24 @@ class IslandRounds:
         self.proceed()
 
     def go_on(self) -> None:
-        """Nothing waits for the loop after a round of all islands."""
+        """Do nothing: after a round of all islands, nothing waits for the training loop."""
 
     def _begin_round(self) -> None:
         outer = self._outer
         if outer.in_flight is not None and (outer.cursor.num_left == 0 or outer.begins_stage):
-            self._land()  # Only a commit gives this island more data, or those of the next stage.
-        # The learning-rate schedule follows from the round, however many steps the last round had here.
+            self._land()  # Only a commit gives this island more data, or the data of the next stage.
+        # The learning rate follows from the round, however many steps this island made in the last
+        # one.
         begin = outer.schedule.begin(outer.round)
         self.inner_step, self._begun_at = begin + self._begun_at, 0
         self._events.begins(self.inner_step)
         self._last_step = begin + outer.inner_steps()
 
     def _ends_round(self) -> bool:
-        """Whether the round's inner steps are done, or more of them would be wasted. Lands the last round if due."""
+        """Return whether the round's inner steps are done, or more of them would be wasted.
+
+        Lands the last round if that is due.
+        """
         outer = self._outer
         steps_left = self._last_step - self.inner_step
         cause = outer.interruption(steps_left)
@@ -127,7 +141,7 @@ class IslandRounds:
 
     def _end_round(self, earlier: EarlierState | None = None) -> None:
         outer = self._outer
-        # Before the launch, because an attempt may be aborted and recorded at once.
+        # Set before the launch, because an attempt may be aborted and recorded at once.
         self.made, self.sent = NO_PROGRESS, self.made
         self._events.launches(self.sent)
         outer.launch(self.sent.tokens, earlier)
@@ -148,7 +162,7 @@ class IslandRounds:
 
     @contextmanager
     def _catching_up(self) -> Iterator[None]:
-        """If others have committed without this island within the block, it goes on from their state."""
+        """Go on from the state of others if they commit without this island within the block."""
         try:
             yield
         except CaughtUp as caught:

@@ -1,12 +1,12 @@
 """Turns inner steps into rounds that wait for a quorum only (`outer.wait_for: quorum`).
 
-    (inner step, land what was committed) x own inner steps -> contribute, wait for the round -> ... until the tokens
-    are done
+    (inner step, land what was committed) x own inner steps -> contribute, wait for the round -> ...
 
-Whoever trains calls `step` after each inner step, as with IslandRounds. Islands contribute different numbers of times,
-so the position of the run follows from the committed tokens, not from rounds: a cycle is over when as many tokens are
-committed as all islands that begin train on in `outer.inner_steps` steps. States are saved right after the island has
-contributed, because no round that others could commit is being prepared then.
+A training loop calls `step` after each inner step, as with IslandRounds. Islands contribute
+different numbers of times, so the position of the run follows from the committed tokens, not from
+rounds: a cycle is over when the committed tokens are those of `outer.inner_steps` steps of all
+islands that begin. States are saved right after the island has contributed, because then no round
+is being prepared that others could commit.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from outer.rounds.quorum import CommittedRound
 
 
 def count_inner_steps(config: RunConfig, tokens: int) -> int:
-    """Inner steps of the run behind so many committed tokens, if all islands that begin had made equally many."""
+    """Convert committed tokens of the run to inner steps, shared equally by the islands that begin."""
     return tokens // (config.optimizer.tokens_per_step * config.outer.start_islands)
 
 
@@ -29,7 +29,10 @@ class QuorumIslandRounds:
     """Counts inner steps, contributes, and lands rounds. Every rank of the island makes the same calls together."""
 
     def __init__(self, outer: OuterLoop, config: RunConfig, events: QuorumEvents, *, pauses: bool = False) -> None:
-        """`outer` has begun. With `pauses` no round is prepared after a contribution until `go_on` or the next step."""
+        """`outer` must have begun.
+
+        With `pauses`, no round is prepared between a contribution and the next step or `go_on`.
+        """
         self._outer, self._config, self._events, self._pauses = outer, config, events, pauses
         self.rounds = build_quorum_rounds(outer, config.total_tokens)
         self.made = NO_PROGRESS
@@ -44,12 +47,12 @@ class QuorumIslandRounds:
 
     @property
     def stopped(self) -> str:
-        """Why the island leaves before the run is over, or ""."""
+        """Why the island leaves before the run is over; empty if it does not."""
         return "" if self.rounds.is_over else self._why_stop
 
     @property
     def inner_step(self) -> int:
-        """Inner steps of the run behind the next one, from which the schedule of the learning rate follows."""
+        """Inner steps of the run before the next one; they determine its learning rate."""
         return count_inner_steps(self._config, self.rounds.position.tokens) + self.made.steps
 
     @property
@@ -59,22 +62,25 @@ class QuorumIslandRounds:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no round is in preparation, so that the progress can be saved as it is."""
+        """Whether no round is being prepared, so that the progress can be saved as it is."""
         return self.is_over or self.rounds.is_quiet
 
     @property
     def resume_point(self) -> ResumePoint:
-        """The progress that is saved. No round may be in preparation."""
+        """The progress to save. No round may be in preparation."""
         assert self.rounds.is_quiet, "what a round in flight will commit is not known yet"
         return ResumePoint(self.made.steps, self.made)
 
     def resume(self, point: ResumePoint) -> None:
-        """Call this before `proceed` to go on with the progress that was saved."""
+        """Go on with the progress that was saved. Call this before `proceed`."""
         self.made = point.made
         self.rounds.begin_progress(point.made.steps)
 
     def proceed(self) -> None:
-        """Go on until an inner step is wanted or the run is over. Raises OuterError when it cannot go on."""
+        """Make rounds until an inner step is due or the run is over.
+
+        Raises OuterError if it cannot go on.
+        """
         if not self._has_started:
             self._has_started = True
             self.rounds.start()
@@ -87,7 +93,10 @@ class QuorumIslandRounds:
                 self._contribute()
 
     def step(self, tokens: int) -> None:
-        """An inner step was made on so many tokens: land what is committed, contribute if that is due."""
+        """Count an inner step on `tokens` tokens.
+
+        Land committed rounds, and contribute if that is due.
+        """
         self.go_on()
         self.made += Progress(1, tokens)
         with self._catching_up():
@@ -96,7 +105,10 @@ class QuorumIslandRounds:
         self.proceed()
 
     def land_now(self) -> None:
-        """Contribute what is made, so that no round is being prepared and the state can be saved. Raises OuterError."""
+        """Contribute the progress so far: then no round is being prepared, and saving is possible.
+
+        Raises OuterError.
+        """
         has_given = self.rounds.is_quiet
         while not has_given and not self.is_over:
             with self._catching_up():
@@ -107,7 +119,10 @@ class QuorumIslandRounds:
         self.rounds.go_on()
 
     def _contribute(self) -> bool:
-        """Contribute to a round and wait for it. False if its plan had been fixed before: then the progress is kept."""
+        """Contribute to a round and wait for it.
+
+        Return False if the round's plan had been fixed before: then the progress is kept.
+        """
         self.go_on()
         self._events.launches(self.made)
         committed = self.rounds.contribute(self.made.tokens, holds=True)
@@ -130,7 +145,7 @@ class QuorumIslandRounds:
 
     @contextmanager
     def _catching_up(self) -> Iterator[None]:
-        """If others have committed without this island within the block, it goes on from their state."""
+        """Go on from the state of others if they commit without this island within the block."""
         try:
             yield
         except CaughtUp as caught:

@@ -7,7 +7,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 
 RESTARTS = 3
-"""How often the ranks are started again on their nodes, before the cluster starts all nodes again."""
+"""How often the ranks are restarted on their nodes before the cluster restarts all nodes."""
 PORT = 29500
 """Port of torchrun's store on the first node, for islands of several nodes."""
 
@@ -21,7 +21,7 @@ class PlacedIsland:
     label: str
     nodes: int
     gpus: int
-    """Of a node, and so its ranks."""
+    """Number of GPUs per node, and so of ranks per node."""
     run_key_file: str | None
 
     @property
@@ -30,7 +30,10 @@ class PlacedIsland:
         return "".join(c if c.isalnum() and c.isascii() else "-" for c in f"{self.run}-{self.label}".lower()).strip("-")
 
     def command(self, config: str, head: str, listen_host: str, settings: Sequence[str]) -> list[str]:
-        """What each node runs. `head` is the first node's address; a shell may fill in both addresses."""
+        """Return the command of each node. `head` is the first node's address.
+
+        A shell may fill in both addresses.
+        """
         values = [config, f"island.index={self.index}", f"island.ranks={self.nodes * self.gpus}", *settings]
         if self.nodes == 1:
             return ["python", "-m", "diloco", "launch", f"--max-restarts={RESTARTS}", *values]
@@ -41,7 +44,10 @@ class PlacedIsland:
 
 
 def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
-    """The islands of the config on nodes with so many GPUs. Raises ConfigError if one does not fill whole nodes."""
+    """Place the islands of the config on nodes with `gpus_per_node` GPUs.
+
+    Raises ConfigError if an island does not fill whole nodes.
+    """
     if not config.islands:
         raise ConfigError("islands: the config lists none; give one entry for each, for example islands: [{ranks: 8}]")
     placed = []

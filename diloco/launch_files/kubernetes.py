@@ -7,12 +7,12 @@ from diloco.errors import FINAL_STATUS
 from diloco.launch_files.islands import PORT, PlacedIsland
 
 GRACE_SECONDS = 900
-"""For the end of the round, when the island is asked to leave."""
+"""Time for the end of the round, when the island is asked to leave."""
 MAX_RESTARTS = 100
 
 
 def island_objects(island: PlacedIsland, config: str, image: str, settings: list[str]) -> list[dict[str, Any]]:
-    """A ConfigMap with the config's text, a NetworkPolicy that lets nobody else in, and the Job or JobSet."""
+    """Return a ConfigMap with the config, a NetworkPolicy against others, and the Job or JobSet."""
     objects = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": island.name}, "data": {"run.yaml": config}},
         network_policy(island.name),
@@ -24,14 +24,20 @@ def island_objects(island: PlacedIsland, config: str, image: str, settings: list
 
 
 def network_policy(name: str) -> dict[str, Any]:
-    """Only the island's own pods may reach its pods: who reaches torchrun's store can run code in the island."""
+    """Return the policy that only the island's own pods may reach its pods.
+
+    Anyone who reaches torchrun's store could run code in the island.
+    """
     chosen = {"matchLabels": {"app": name}}
     spec = {"podSelector": chosen, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": chosen}]}]}
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
 
 
 def job_set(name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """All nodes of an island. When one fails all are started again, unless the same would fail again."""
+    """Return a JobSet of all nodes of an island.
+
+    If one fails, all are restarted, unless the failure would repeat itself.
+    """
     rules = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -42,7 +48,7 @@ def job_set(name: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str, Any]:
-    """One pod for each node. Exit status FINAL_STATUS ends the job for good."""
+    """Return a job with one pod per node. Exit status FINAL_STATUS ends the job for good."""
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [FINAL_STATUS]}}
     return {
         "completionMode": "Indexed",
@@ -55,7 +61,10 @@ def job_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
 
 
 def pod_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str, Any]:
-    """The pod of a node. It needs the volume claim diloco-runs, and with a run key the secret diloco-run-key."""
+    """Return the pod of a node.
+
+    It needs the volume claim diloco-runs, and with a run key the secret diloco-run-key.
+    """
     key = ["island.run_key_file=/key/key"] if island.run_key_file else []
     values = ["island.run_dir=/runs", "island.cache_dir=/cache", *key, *settings]
     head = f"{island.name}-nodes-0-0.{island.name}"
@@ -75,7 +84,7 @@ def pod_spec(island: PlacedIsland, image: str, settings: list[str]) -> dict[str,
         "command": island.command("/config/run.yaml", head, "$(POD_IP)", values),
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "ports": [{"containerPort": PORT}],
-        # SIGTERM follows afterwards and would make the island leave at once.
+        # SIGTERM is sent only after this hook, because it makes the island leave at once.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", stop]}}},
         "resources": {"limits": {"nvidia.com/gpu": island.gpus}},
         "volumeMounts": [{"name": each["name"], "mountPath": paths[each["name"]]} for each in volumes],

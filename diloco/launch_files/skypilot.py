@@ -1,4 +1,7 @@
-"""An island as a task of SkyPilot, to be started as a managed job: on spot machines, and elsewhere when they go."""
+"""An island as a task of SkyPilot, for a managed job.
+
+The job runs on spot machines, and moves elsewhere when they are taken away.
+"""
 
 import shlex
 from typing import Any
@@ -10,14 +13,14 @@ OWN = '"$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")"'
 
 
 def island_task(island: PlacedIsland, image: str, gpu: str, settings: list[str]) -> dict[str, Any]:
-    """The task. Its config, run.yaml, lies beside the file from which it is read."""
+    """Return the task. Its config, run.yaml, is in the folder of the task's file."""
     mounts = {"/tmp/diloco/run.yaml": "./run.yaml"}
     key = []
     if island.run_key_file:
         mounts["/tmp/diloco/run.key"] = island.run_key_file
         key = ["island.run_key_file=/tmp/diloco/run.key"]
     words = island.command("/tmp/diloco/run.yaml", "HEAD", "OWN", [*key, *settings])
-    # The addresses are known to the node's shell only.
+    # Only the node's shell knows the addresses.
     line = shlex.join(words).replace("=HEAD:", f"={HEAD}:").replace("=OWN", f"={OWN}")
     return {
         "name": island.name,

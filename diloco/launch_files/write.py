@@ -21,21 +21,24 @@ SCRIPT = Path("scripts/launch/slurm.sh")
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What the config does not say."""
+    """Settings of the cluster, which are not in the config."""
 
     address: str
-    """What `diloco bootstrap` has printed."""
+    """The address that `diloco bootstrap` has printed."""
     gpus_per_node: int = 8
     image: str | None = None
     """A container image in which `python -m diloco` runs; for kubernetes and skypilot."""
     gpu: str = "H100"
-    """The kind of GPU, in SkyPilot's words."""
+    """SkyPilot's name of the kind of GPU."""
 
 
 def write_launch_files(
     target: Target, config: Path, overrides: Sequence[str], out: Path, options: ClusterOptions
 ) -> list[Path]:
-    """Write run.yaml and one file for each island into `out`, and return the latter. Raises ConfigError."""
+    """Write run.yaml and one file for each island into `out`; return the islands' files.
+
+    Raises ConfigError.
+    """
     resolved = load_config(config, overrides)
     placed = place_islands(resolved, options.gpus_per_node)
     for island in placed:
@@ -53,7 +56,7 @@ def write_launch_files(
 
 
 def island_file(target: Target, island: PlacedIsland, config: Config, out: Path, options: ClusterOptions) -> str:
-    """The text of an island's file."""
+    """Return the text of an island's file."""
     settings = [f"island.bootstrap=[{options.address}]"]
     if target == "slurm":
         return submission(island, out, options)
@@ -66,7 +69,7 @@ def island_file(target: Target, island: PlacedIsland, config: Config, out: Path,
 
 
 def submission(island: PlacedIsland, out: Path, options: ClusterOptions) -> str:
-    """A shell script that submits the island's job."""
+    """Return a shell script that submits the island's job."""
     if not SCRIPT.exists():
         raise ConfigError(f"{SCRIPT} is not here, and a SLURM job starts with it; run this in a checkout of diloco")
     values = {"CONFIG": str(out / "run.yaml"), "INDEX": str(island.index), "BOOTSTRAP": options.address}

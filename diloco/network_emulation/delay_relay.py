@@ -28,7 +28,7 @@ MAX_LINE = 4096
 MAX_READ = 64
 """Frames read from one port before the other ports are served."""
 LATE_SECONDS = 0.00025
-"""Time that waking up takes on a virtual machine for reading and sending a frame. It is subtracted from the delay."""
+"""Time in which a virtual machine wakes up to read and send a frame. The delay is reduced by it."""
 ADDRESS_PREFIX = bytes.fromhex("02000ad500")
 
 
@@ -60,7 +60,10 @@ class Switch:
                         heapq.heappush(self.waiting, (due, next(self.serial), to, frame))
 
     def send_due(self) -> float | None:
-        """Send all frames that are due. Returns seconds until the next one is, None when no frame waits."""
+        """Send all frames that are due.
+
+        Return the seconds until the next one is; None if no frame waits.
+        """
         while self.waiting:
             left = self.waiting[0][0] - time.monotonic()
             if left > 0:
@@ -83,7 +86,7 @@ class Switch:
                     return
 
     def read_command(self) -> bool:
-        """Execute one command from stdin. False when stdin is closed."""
+        """Execute one command from stdin. Return False if stdin is closed."""
         # The launcher waits for each answer, so one read returns exactly one line.
         line = os.read(0, MAX_LINE)
         if not line:
@@ -107,12 +110,12 @@ def open_raw_socket(device: str) -> socket.socket:
 
 
 def link_layer_address(number: int) -> str:
-    """Link-layer address (locally administered) of the interface at the far end of a port."""
+    """Return the link-layer address (locally administered) of the interface at a port's far end."""
     return (ADDRESS_PREFIX + bytes([number])).hex(":")
 
 
 def destinations(frame: bytes, source: int, ports: dict[int, socket.socket]) -> list[int]:
-    """Ports that a frame is sent to: all others for a broadcast, none for an unknown address."""
+    """Return the ports for a frame: all others for a broadcast, none for an unknown address."""
     address = frame[OFFLOAD_HEADER : OFFLOAD_HEADER + 6]
     if address[:5] == ADDRESS_PREFIX:
         return [address[5]] if address[5] in ports and address[5] != source else []

@@ -15,16 +15,20 @@ from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.network_emulation.namespaces import Namespace, Net, open_net, run_tool
 
 BURST_SECONDS = 0.004
-"""Length of the burst that a link lets through after a pause. It makes a transfer faster than the rate by this much."""
+"""Length of the burst that a link lets through after a pause. A transfer may end so much earlier.
+"""
 MIN_BURST, MAX_BURST = 4_000, 131_072
-"""Limits of the burst, in bytes. A frame has up to 1514; 64 kB of a TCP stream pass as one if the burst allows it."""
+"""Limits of the burst, in bytes. A frame has up to 1514 bytes.
+
+If the burst allows it, 64 kB of a TCP stream pass as one frame.
+"""
 TIMER_SECONDS = 0.001
 """Shortest burst. With a shorter one, late timers would lower the rate."""
 QUEUE_SECONDS = 0.05
 MIN_QUEUE = 32_000
-"""A link drops frames when its queue exceeds the largest of QUEUE_SECONDS, a round trip, and MIN_QUEUE bytes."""
+"""A link drops frames when its queue exceeds QUEUE_SECONDS, a round trip, and MIN_QUEUE bytes."""
 FRAME_BYTES = 1500
-"""Converts bytes to frames, which netem counts its queue in."""
+"""Bytes per frame, because netem counts its queue in frames."""
 MIN_RATE, MAX_RATE = 64e3, 100e9
 MAX_RTT = 10.0
 RELAY_RATE = 2e9
@@ -34,7 +38,10 @@ SPELLING = "[ISLAND:]RATE[,rtt=TIME], for example --link 100mbit, --link 1gbit,r
 
 @dataclass(frozen=True)
 class AccessLink:
-    """An access link: `rate` in bit/s each way, of whole frames; `rtt` in seconds between two islands that have it."""
+    """An access link. `rate`: bit/s in each direction, of whole frames.
+
+    `rtt`: seconds between two islands that have this link.
+    """
 
     rate: float
     rtt: float = 0.0
@@ -42,13 +49,16 @@ class AccessLink:
 
 @dataclass(frozen=True)
 class Links:
-    """The default link, None for an unshaped one, and the links of islands that have their own, by index."""
+    """The links of a run: a default one, and the links of islands that have their own, by index.
+
+    Without a default, other links are not shaped.
+    """
 
     default: AccessLink | None = None
     own: Mapping[int, AccessLink] = field(default_factory=dict)
 
     def of(self, target: Target) -> AccessLink | None:
-        """The link of an island, or of the bootstrap process."""
+        """Return the link of an island, or of the bootstrap process."""
         return self.default if isinstance(target, str) else self.own.get(target, self.default)
 
     @property
@@ -75,7 +85,10 @@ def parse_links(texts: Sequence[str], num_islands: int) -> Links:
 
 
 def parse_link(text: str) -> tuple[int | None, AccessLink]:
-    """Parse one `--link` option into an island's index, None for all islands, and its link. Raises ConfigError."""
+    """Parse one `--link` option. Return the island's index (None: all islands) and the link.
+
+    Raises ConfigError.
+    """
     island, colon, rest = text.rpartition(":")
     rate, *options = rest.split(",")
     if (colon and not island.isdecimal()) or len(options) > 1 or any(not o.startswith("rtt=") for o in options):
@@ -85,7 +98,7 @@ def parse_link(text: str) -> tuple[int | None, AccessLink]:
             parse_bits_per_second(rate), *(parse_seconds(option.removeprefix("rtt=")) for option in options)
         )
     except ConfigError as error:
-        raise ConfigError(f"--link {text}: {error}; in all: {SPELLING}") from None
+        raise ConfigError(f"--link {text}: {error}; allowed: {SPELLING}") from None
     if not MIN_RATE <= link.rate <= MAX_RATE or link.rtt > MAX_RTT:
         raise ConfigError(f"--link {text}: allowed: a rate of 64kbit to 100gbit and an rtt of at most {MAX_RTT:.0f}s")
     return (int(island) if colon else None), link
@@ -133,19 +146,19 @@ def shape(location: str, device: str, link: AccessLink | None, delay: float = 0.
 
 
 def burst_bytes(link: AccessLink) -> int:
-    """Size of the token bucket."""
+    """Return the size of the token bucket in bytes."""
     per_second = link.rate / 8
     usual = min(max(per_second * BURST_SECONDS, MIN_BURST), MAX_BURST)
     return round(max(usual, per_second * TIMER_SECONDS))
 
 
 def queue_bytes(link: AccessLink) -> int:
-    """Longest queue before frames are dropped."""
+    """Return the length in bytes of the longest queue before frames are dropped."""
     return round(max(link.rate / 8 * max(QUEUE_SECONDS, link.rtt), MIN_QUEUE))
 
 
 def has_netem(net: Net) -> bool:
-    """Whether the kernel has netem."""
+    """Return whether the kernel has netem."""
     try:
         run_tool("tc", "-n", net.bridge, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     except ConfigError:
@@ -154,7 +167,7 @@ def has_netem(net: Net) -> bool:
 
 
 def relay_warning(net: Net, links: Links, num_islands: int) -> str | None:
-    """Warning for the user when all links together are faster than the delay relay, else None."""
+    """Return a warning if all links together are faster than the delay relay, else None."""
     rates = [link.rate for link in map(links.of, range(num_islands)) if link is not None]
     if net.relay is None or sum(rates) <= RELAY_RATE:
         return None
@@ -165,12 +178,12 @@ def relay_warning(net: Net, links: Links, num_islands: int) -> str | None:
 
 
 def count_bytes(net: Net, namespace: Namespace) -> tuple[int, int]:
-    """Bytes that a namespace's link has carried up and down, counted as whole frames with their headers."""
+    """Return the bytes that a namespace's link has carried up and down, in frames with headers."""
     return sent_bytes(namespace), _read_byte_counter(net.bridge, namespace.port)
 
 
 def sent_bytes(namespace: Namespace) -> int:
-    """Bytes that a namespace has sent on its link, counted as whole frames with their headers."""
+    """Return the bytes that a namespace has sent on its link, in frames with headers."""
     return _read_byte_counter(namespace.name, "eth0")
 
 

@@ -43,7 +43,10 @@ class Namespace:
     port: str
 
     def command(self, *words: str) -> list[str]:
-        """Wrap a command so that it runs in the namespace. `ip` replaces itself, so the pid is that of the command."""
+        """Wrap a command so that it runs in the namespace.
+
+        `ip` replaces itself by the command, so the pid is the command's.
+        """
         return ["ip", "netns", "exec", self.name, *words]
 
 
@@ -123,7 +126,7 @@ class Net:
         return namespace
 
     def route(self, network: str, router: Namespace) -> None:
-        """Make a network behind a namespace known to all others, those included that are added from now on."""
+        """Make a network behind a namespace known to all others, including those added later."""
         for other in self._namespaces:
             if other != router:
                 add_route(other, network, router)
@@ -144,17 +147,17 @@ class Net:
 
 
 def add_route(namespace: Namespace, network: str, router: Namespace) -> None:
-    """Let a namespace send to a network by a router, a namespace beside it."""
+    """Let a namespace send to a network through a router, which is a namespace beside it."""
     ip("-n", namespace.name, "route", "add", network, "via", router.host)
 
 
 def enable_forwarding(router: Namespace) -> None:
-    """Let a namespace pass on what is not for itself. Raises ConfigError."""
+    """Let a namespace forward packets that are not for itself. Raises ConfigError."""
     run_inside(router, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
 
 
 def directions(some: Sequence[Namespace], others: Sequence[Namespace]) -> list[tuple[Namespace, Namespace]]:
-    """All pairs across the two sides, in both directions."""
+    """Return all pairs across the two sides, in both directions."""
     pairs = [(one, other) for one in some for other in others]
     return pairs + [(other, one) for one, other in pairs]
 
@@ -179,8 +182,8 @@ def check_possible() -> None:
     """Raise ConfigError unless this process may create namespaces."""
     if not os.path.exists(OWN_NAMESPACE):
         raise ConfigError(
-            f"{NEEDED_BY} put each island into a network namespace, which Linux alone has, and not this system (there "
-            f"is no {OWN_NAMESPACE}); leave them out, or run the simulation on Linux"
+            f"{NEEDED_BY} put each island into a network namespace, which Linux alone has; this "
+            f"system has no {OWN_NAMESPACE}; leave them out, or run the simulation on Linux"
         )
     if os.geteuid() != 0:
         raise ConfigError(
@@ -196,30 +199,30 @@ def check_possible() -> None:
 
 
 def delete_stale_namespaces() -> None:
-    """Delete namespaces that processes which no longer run have left behind."""
+    """Delete the namespaces of processes that no longer run."""
     delete_namespaces(
         [name for name in list_namespaces() if name.startswith(f"{PREFIX}-") and not is_alive(owner_pid(name))]
     )
 
 
 def owner_pid(name: str) -> int:
-    """Pid of the process that made the namespace PREFIX-<pid>-...; 0 for any other name."""
+    """Return the pid of the process that made the namespace PREFIX-<pid>-...; 0 for any other name."""
     pid = name.removeprefix(f"{PREFIX}-").partition("-")[0]
     return int(pid) if pid.isdigit() else 0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process with this pid exists; False for 0."""
+    """Return whether a process with this pid exists; False for 0."""
     return pid > 0 and os.path.exists(f"/proc/{pid}")
 
 
 def list_namespaces() -> list[str]:
-    """Names of all named namespaces of this machine."""
+    """Return the names of all named namespaces of this machine."""
     return [line.split()[0] for line in ip("netns", "list").splitlines() if line.strip()]
 
 
 def delete_namespaces(namespaces: Sequence[str]) -> None:
-    """Delete the namespaces. One that no longer exists is no error."""
+    """Delete the namespaces. It is no error if one does not exist."""
     for name in namespaces:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=COMMAND_SECONDS)
 

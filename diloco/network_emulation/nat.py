@@ -1,7 +1,8 @@
-"""What a router does with the nodes behind it (sites.py): a real NAT as in a home, or a cluster that lets nothing out.
+"""Rules for the router of an island's nodes (sites.py): a home's NAT, or a closed cluster.
 
-The kernel's own connection tracking does it (nftables). Nothing from outside reaches the inside of a NAT, unless the
-inside has begun it. Needs root, `ip` and `nft`, and `conntrack` where a NAT is to forget its connections.
+The kernel's own connection tracking applies them (nftables). Nothing from outside a NAT reaches the
+inside, unless the inside has begun the connection. Needs root, `ip` and `nft`, and `conntrack` for
+a NAT that is to forget its connections.
 """
 
 import shutil
@@ -11,11 +12,12 @@ from diloco.network_emulation.namespaces import Namespace, check_possible, run_i
 from diloco.network_emulation.sites import BRIDGE
 
 BETWEEN_NODES = f'iifname "{BRIDGE}" oifname "{BRIDGE}" accept; '
-"""Where the kernel lets a bridge's frames pass its filters (br_netfilter), those between nodes come by, too."""
+"""Accepts frames between nodes, because some kernels filter a bridge's frames, too (br_netfilter).
+"""
 NAT = (
     'table ip nat { chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; }; }\n'
     f"table ip filter {{ chain through {{ type filter hook forward priority 0; {BETWEEN_NODES}"
-    # A connection that the router has forgotten is not taken up again in its middle.
+    # A connection that the router has forgotten cannot go on: a new one must begin with a SYN.
     'iifname "eth0" ct state new drop; tcp flags & syn == 0 ct state new drop; }; }\n'
 )
 CLOSED = (
@@ -24,7 +26,10 @@ CLOSED = (
 
 
 def check_nat_possible(option: str, *, forgets: bool = False) -> None:
-    """Raise ConfigError unless this machine can make a NAT, which also `forgets`. `option` asks for it."""
+    """Raise ConfigError unless this machine can make the NAT that `option` needs.
+
+    `forgets`: the NAT must be able to forget its connections.
+    """
     check_possible()
     for tool, package in (("nft", "nftables"), *([("conntrack", "conntrack")] if forgets else [])):
         if shutil.which(tool) is None:
@@ -32,15 +37,21 @@ def check_nat_possible(option: str, *, forgets: bool = False) -> None:
 
 
 def masquerade(router: Namespace) -> None:
-    """Hide all that is behind a router. Raises ConfigError where that is not possible."""
+    """Make a router hide all nodes behind it. Raises ConfigError where that is not possible."""
     run_inside(router, ["nft", "-f", "-"], NAT)
 
 
 def enclose(router: Namespace) -> None:
-    """Let a router pass on nothing in either direction. What runs on it, as a proxy, has a network all the same."""
+    """Make a router forward nothing in either direction.
+
+    A program on the router itself, such as a proxy, still has a network.
+    """
     run_inside(router, ["nft", "-f", "-"], CLOSED)
 
 
 def forget_connections(router: Namespace) -> None:
-    """Let a NAT lose its mappings, as one that is started again. Its connections are dead then, and no end is told."""
+    """Make a NAT lose its mappings, as if it had been restarted.
+
+    Its connections are then dead, and neither end is notified.
+    """
     run_inside(router, ["conntrack", "--flush"])

@@ -1,10 +1,11 @@
-"""Runs a command as if on a machine of its own: with a host name, and with folders for temporary files of its own.
+"""Runs a command as if on a machine of its own, with its own host name and temporary folders.
 
     python -m diloco.network_emulation.node_view VIEW COMMAND...      VIEW is a NodeView as JSON
 
-The nodes of a cluster share the folders of a run and nothing else. So /tmp and the like are empty here, apart from the
-folders that are named as shared. Unix sockets of another node are not in them, or they are a mistake of the program.
-Needs root. The process must be in a mount namespace of its own, as `ip netns exec` makes one.
+The nodes of a cluster share the folders of a run and nothing else. So /tmp and the like are empty
+here, apart from the folders that are named as shared. A program that needs a Unix socket or a
+temporary file of another node therefore fails here, as it would on a cluster. Needs root. The
+process must be in a mount namespace of its own, as `ip netns exec` makes one.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from pathlib import Path
 CLONE_NEWUTS = 0x04000000
 MS_BIND, MS_REC = 4096, 16384
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders that a node has for itself."""
+"""Folders that each node has for itself."""
 HOSTS = Path("/etc/hosts")
 
 
@@ -38,11 +39,11 @@ class NodeView:
 
 
 def enter(view: NodeView) -> None:
-    """Give this process the view. Raises OSError."""
+    """Give this process the view of a node. Raises OSError."""
     here = os.getcwd()
     _check(_libc().unshare(CLONE_NEWUTS), "unshare")
     socket.sethostname(view.name)
-    # Opened before they are hidden: a mount can be bound by its descriptor.
+    # Opened before they are hidden: a folder can still be mounted by its descriptor.
     shared = {path: os.open(path, os.O_PATH) for path in map(os.path.realpath, view.shared) if _is_hidden(path)}
     for folder in filter(os.path.isdir, PRIVATE):
         _mount("node", folder, "tmpfs")
@@ -53,12 +54,15 @@ def enter(view: NodeView) -> None:
     for descriptor in shared.values():
         os.close(descriptor)
     _name_hosts(view.hosts)
-    # The folder that the process is in is still the hidden one.
+    # The current folder is still the hidden one: enter the one that is now at its path.
     os.chdir(here if os.path.isdir(here) else "/")
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether a path lies in a folder that a node has for itself. Such a folder as a whole is never shared."""
+    """Return whether a path lies in a folder that each node has for itself.
+
+    Such a folder as a whole is never shared.
+    """
     return os.path.exists(path) and any(path.startswith(f"{folder}/") for folder in PRIVATE)
 
 
@@ -73,7 +77,7 @@ def _make_place(path: str, *, is_folder: bool) -> None:
 
 
 def _name_hosts(hosts: Mapping[str, str]) -> None:
-    """Replace /etc/hosts, in this view only."""
+    """Replace /etc/hosts in this view only."""
     own = Path(PRIVATE[0]) / f"hosts-{os.getpid()}"
     own.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts.items()))
     _mount(str(own), str(HOSTS), None, MS_BIND)
@@ -94,7 +98,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def main() -> None:
-    """Take the view that the first argument describes, then become the command."""
+    """Enter the view that the first argument describes, then become the command."""
     enter(NodeView(**json.loads(sys.argv[1])))
     os.environ.pop("TMPDIR", None)
     os.execvp(sys.argv[2], sys.argv[2:])

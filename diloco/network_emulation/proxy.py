@@ -1,8 +1,8 @@
-"""A proxy that speaks HTTP CONNECT and SOCKS 5, as at the edge of a cluster that lets nothing else out; for tests.
+"""A proxy for tests that speaks HTTP CONNECT and SOCKS 5, as at the edge of a closed cluster.
 
     python -m diloco.network_emulation.proxy HOST PORT [USER:PASSWORD]
 
-Prints its port (0: any), and then each place that it connects to.
+Prints its port (0: any), and then each destination that it connects to.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
 ASK_SECONDS = 10.0
-"""Longest time for whoever connects to say where to."""
+"""Longest time that a client may take to name its destination."""
 
 
 async def serve(reader: StreamReader, writer: StreamWriter, login: str) -> None:
@@ -27,7 +27,7 @@ async def serve(reader: StreamReader, writer: StreamWriter, login: str) -> None:
 
 
 async def pass_on(reader: StreamReader, writer: StreamWriter, host: str, port: int, *, is_socks: bool) -> None:
-    """Connect to a place and copy bytes both ways."""
+    """Connect to the destination and copy bytes both ways."""
     say(f"{host}:{port}")
     try:
         onward = await asyncio.open_connection(host, port)
@@ -39,7 +39,10 @@ async def pass_on(reader: StreamReader, writer: StreamWriter, host: str, port: i
 
 
 async def http(reader: StreamReader, writer: StreamWriter, login: str) -> tuple[str, int]:
-    """The place that a CONNECT asks for, without its first letter, which has been read. "": refused."""
+    """Return the destination of a CONNECT request whose first letter has been read.
+
+    The host is empty if the request is refused.
+    """
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     wanted = f"Proxy-Authorization: Basic {base64.b64encode(login.encode()).decode()}"
     if login and wanted not in lines:
@@ -50,7 +53,10 @@ async def http(reader: StreamReader, writer: StreamWriter, login: str) -> tuple[
 
 
 async def socks(reader: StreamReader, writer: StreamWriter, login: str) -> tuple[str, int]:
-    """The place that a SOCKS client asks for by name. "": refused."""
+    """Return the destination that a SOCKS client requests by name.
+
+    The host is empty if it is refused.
+    """
     methods = await reader.readexactly((await reader.readexactly(1))[0])
     wanted = 2 if login else 0
     writer.write(bytes([5, wanted if wanted in methods else 255]))

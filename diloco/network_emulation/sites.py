@@ -14,7 +14,7 @@ from diloco.network_emulation.links import AccessLink, shape
 from diloco.network_emulation.namespaces import Namespace, enable_forwarding, ip
 
 NODE_LINK = AccessLink(10e9)
-"""Link of a node to the others of its island."""
+"""Link of a node to the other nodes of its island."""
 BRIDGE, ROUTER = "site", 254
 MAX_NODES = 250
 
@@ -29,14 +29,15 @@ class Site:
 
     @property
     def gateway(self) -> str:
-        """Address of the router for the nodes."""
+        """Address of the router, as its nodes see it."""
         return f"{self.network.rpartition('.')[0]}.{ROUTER}"
 
 
 def build_site(router: Namespace, num_nodes: int) -> Site:
-    """Add namespaces for the nodes behind a router. They are removed with the others of the router's network.
+    """Add namespaces for the nodes behind a router. They are removed with the router's network.
 
-    They reach everybody. Nobody else reaches them, until `Net.route` makes their network known. Raises ConfigError.
+    The nodes reach everything. Nothing outside reaches them until `Net.route` makes their network
+    known. Raises ConfigError.
     """
     if num_nodes > MAX_NODES:
         raise ConfigError(f"an island of a simulated network has {MAX_NODES} nodes at most; got {num_nodes}")

@@ -1,4 +1,4 @@
-"""Records are written as well as may be: what fails costs the record and one warning, never the training."""
+"""Writing records must never end the training: a failure costs the record and one warning."""
 
 import logging
 from collections.abc import Iterator
@@ -11,10 +11,11 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Log whatever fails in the block as one warning, which names `what`, and go on after the block.
+    """Log any failure in the block as one warning that names `what`, and continue after the block.
 
-    For records alone: a disk that is full, a folder that is read-only, a file of another program that is half written.
-    The block must not call what all ranks of an island call together. A ConfigError is the user's and passes.
+    Only for records: the disk may be full, a folder read-only, or another program's file half
+    written. The block must not contain a collective, which all ranks of an island call together. A
+    ConfigError is the user's mistake and is raised.
     """
     try:
         yield

@@ -1,6 +1,7 @@
-"""environment.json: with what an island was started, so that its numbers can be reproduced. Does not import torch.
+"""environment.json: the code, software and hardware that an island was started with.
 
-The code's uncommitted changes lie beside it in code.diff.
+They make its numbers reproducible. The code's uncommitted changes are in code.diff beside the file.
+Importing this module does not import torch.
 """
 
 import json
@@ -24,9 +25,9 @@ FILE, DIFF = "environment.json", "code.diff"
 MAX_DIFF_BYTES = 1 << 20
 GIT_SECONDS = 10.0
 MOST_NAMED = 8
-"""Packages that a warning names."""
+"""Most packages that one warning names."""
 VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "SLURM_JOB", "HF_HUB_", "HF_DATASETS_")
-"""Beginnings of the names of environment variables that may change a result or its speed."""
+"""Prefixes of the environment variables that may change a result or its speed."""
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 CHECKOUT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ CHECKOUT = Path(__file__).parents[2]
 def write_environment(folder: Path) -> dict[str, str]:
     """Write environment.json and code.diff into the island's folder.
 
-    Returns what has changed since the last start that can change a result, as values by name: the code and packages.
+    Return the changes since the last start that can change a result (code and packages), by name.
     """
     before, now = read_environment(folder), describe_environment()
     diff = read_diff(CHECKOUT)
@@ -47,7 +48,7 @@ def write_environment(folder: Path) -> dict[str, str]:
 
 
 def read_environment(folder: Path) -> dict[str, Any] | None:
-    """What write_environment has written; None if there is nothing that can be read."""
+    """Return the content of the folder's environment.json; None if it is missing or unreadable."""
     with suppress(OSError, ValueError):
         values = json.loads((folder / FILE).read_text())
         return values if isinstance(values, dict) else None
@@ -55,7 +56,10 @@ def read_environment(folder: Path) -> dict[str, Any] | None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """`old -> new` of the code's commit, Python, the processor, and each package whose version differs."""
+    """Return `old -> new` for each of these that differs.
+
+    They are the code's commit, Python, the processor, and the version of each package.
+    """
     found = {key: (before.get(key), now.get(key)) for key in ("commit", "python", "processor")}
     packages = before.get("packages"), now.get("packages")
     old, new = (each if isinstance(each, dict) else {} for each in packages)
@@ -65,7 +69,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 
 @cache
 def describe_environment() -> dict[str, Any]:
-    """Code, software and hardware of this process, the same for all islands of it."""
+    """Return the code, software and hardware of this process, which all its islands share."""
     commit, untracked = git(CHECKOUT, "rev-parse", "HEAD"), git(CHECKOUT, "ls-files", "--others", "--exclude-standard")
     return {
         "commit": commit.strip() or None,
@@ -84,9 +88,10 @@ def describe_environment() -> dict[str, Any]:
 
 
 def find_packages() -> dict[str, str]:
-    """Versions of the installed packages by name. Those whose metadata nobody can read are left out, with a warning.
+    """Return the versions of the installed packages by name.
 
-    There are such packages where an installation was interrupted, or is under way.
+    A package whose metadata cannot be read is left out with a warning: its installation was
+    interrupted, or is still running.
     """
     found, unreadable = dict[str, str](), list[str]()
     for each in distributions():
@@ -104,18 +109,26 @@ def find_packages() -> dict[str, str]:
 
 
 def is_told(name: str) -> bool:
-    """Whether the environment variable is written down: it matters, and it is not by its name a secret."""
+    """Return whether the environment variable is recorded: it matters, and its name hints at no
+    secret.
+    """
     return name.startswith(VARIABLES) and not any(word in name.upper() for word in SECRETS)
 
 
 @cache
 def read_diff(checkout: Path) -> str:
-    """Uncommitted changes of the tracked files, cut at MAX_DIFF_BYTES; empty where the code is not a git checkout."""
+    """Return the uncommitted changes of tracked files, cut at MAX_DIFF_BYTES.
+
+    Empty without a checkout.
+    """
     return git(checkout, "diff", "HEAD")[:MAX_DIFF_BYTES]
 
 
 def git(checkout: Path, *words: str) -> str:
-    """What git prints; empty if it fails, is not installed, or the folder is not the root of a checkout."""
+    """Run git and return its output.
+
+    It is empty if git fails or is not installed, or if the folder is not the root of a checkout.
+    """
     if not (checkout / ".git").exists():
         return ""
     command = ["git", "--no-optional-locks", "-C", str(checkout), *words]
@@ -126,7 +139,7 @@ def git(checkout: Path, *words: str) -> str:
 
 
 def processor_name() -> str:
-    """As the kernel calls the processor, else its architecture."""
+    """Return the kernel's name of the processor; the processor's architecture if there is none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -135,7 +148,7 @@ def processor_name() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs, if torch is loaded and sees any. Starts nothing on them."""
+    """Return the names of the GPUs if torch is already loaded and sees any. Starts no work on them."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

@@ -24,20 +24,20 @@ class FaultRecord:
 
 
 def record_fault(run_dir: Path, record: FaultRecord) -> None:
-    """Append the record to the run's faults.jsonl. The islands go on if that fails."""
+    """Append the record to the run's faults.jsonl. A failure is logged, and the islands go on."""
     with best_effort(f"{run_dir / LOG} lacks {record.spec}"), (run_dir / LOG).open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
 
 
 def read_faults(run_dir: Path) -> list[FaultRecord]:
-    """The faults injected into the run so far, in order. Lines that were not written whole are ignored."""
+    """Return the faults injected into the run so far, in order. Incomplete lines are ignored."""
     path = run_dir / LOG
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [record for line in lines if line.endswith("\n") and (record := parse_fault_record(line)) is not None]
 
 
 def parse_fault_record(line: str) -> FaultRecord | None:
-    """The record in a line of faults.jsonl; None if it is none, because the disk was full when it was written."""
+    """Return the record in a line of faults.jsonl; None if a full disk has damaged the line."""
     try:
         value = json.loads(line)
         return FaultRecord(**value | {"islands": tuple(value["islands"])})

@@ -1,10 +1,11 @@
-"""Reads the whole lines of a file that still grows, within a limit for a line that does not end."""
+"""Reads the complete lines of a growing file, and skips a line that exceeds a limit."""
 
 from pathlib import Path
 
 PIECE_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 20
-"""What is longer and has no end is no line of ours: it is passed over, not read again and again."""
+"""Longest line that is read. A longer one is not ours, and is skipped instead of read at each call.
+"""
 
 
 class GrowingFile:
@@ -13,10 +14,10 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path, self._offset = path, 0
         self._is_in_long_line = False
-        """The byte at the offset belongs to a line that is passed over."""
+        """Whether the byte at the offset belongs to a line that is being skipped."""
 
     def new_lines(self) -> list[bytes]:
-        """The lines that were completed since the last call. Raises OSError."""
+        """Return the lines that were completed since the last call. Raises OSError."""
         lines: list[bytes] = []
         with self.path.open("rb") as file:
             file.seek(self._offset)

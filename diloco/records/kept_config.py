@@ -1,4 +1,4 @@
-"""config.yaml in the folder of a run: the values with which it runs, for `diloco status`, `watch` and `report`.
+"""config.yaml in a run's folder: its resolved config, for `diloco status`, `watch` and `report`.
 
 A file that cannot be written costs a warning.
 """
@@ -14,20 +14,20 @@ from inner.files import write_atomically
 
 
 def keep_config(run_dir: Path, config: Config | RunConfig) -> None:
-    """Write the resolved config into the run's folder, unless the launcher or another island has done so."""
+    """Write the resolved config into the run's folder if no launcher or island has done so yet."""
     with best_effort(f"{run_dir / CONFIG} was not written"):
         if not (run_dir / CONFIG).exists():
             write_atomically(run_dir / CONFIG, dump_config(config))
 
 
 def replace_config(run_dir: Path, config: Config | RunConfig) -> None:
-    """Write the resolved config in place of that of an earlier run of the same name with other values.
+    """Replace the config that an earlier run of the same name left, if the two differ.
 
-    Call it when this island has entered the run: with a config that others, or its own checkpoint, refuse it must not
-    replace theirs.
+    Call it only after this island has entered the run: if other islands or its own checkpoint
+    refuse the config, theirs must stay.
     """
     run = config.run if isinstance(config, Config) else config
-    with best_effort(f"{run_dir / CONFIG} was not brought up to date"):
+    with best_effort(f"{run_dir / CONFIG} was not updated"):
         try:
             changed = differing_keys(run, load_config(run_dir / CONFIG).run)
         except ConfigError:

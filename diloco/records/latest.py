@@ -1,4 +1,4 @@
-"""The latest known state of an island, from its records as they come."""
+"""The latest known state of an island, updated from each of its records."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,15 @@ from diloco.formatting import one_line
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 
 ENDS = ("left", "hung", "failed", "stopped")
-"""Names of events with which an island's processes end."""
+"""Names of the events with which an island's processes end."""
 
 
 @dataclass
 class LatestRecords:
-    """The latest of everything. A Sink: it takes records in the order in which they were written."""
+    """The latest value of each figure.
+
+    A Sink: takes records in the order in which they were written.
+    """
 
     name: str
     step: int = 0
@@ -29,13 +32,13 @@ class LatestRecords:
     eval_loss: float | None = None
     eval_round: int = -1
     event: str = ""
-    """What happened last, until it is over."""
+    """The latest event, until it is over."""
     event_time: float = 0.0
     """Unix time of `event`."""
     time: float = 0.0
     """Unix time of the last record."""
     end: str = ""
-    """The event with which the island ended, if nothing came after it."""
+    """The event with which the island ended; empty if a later record followed."""
 
     def write(self, record: Record) -> None:
         """Apply the next record."""
@@ -54,7 +57,7 @@ class LatestRecords:
                 self.end = record.name if record.name in ENDS else ""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def _write_round(self, record: RoundRecord) -> None:
         self.round, self.num_participants = record.round, len(record.participants)

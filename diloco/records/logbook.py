@@ -31,9 +31,9 @@ TAIL_BYTES = 1 << 16
 PACKAGES = ("torch", "hivemind")
 """The packages that determine how an island computes and communicates."""
 LOCK_SECONDS = 2.0
-"""Longest wait for whoever writes to the file: a process that is suspended while it does holds up no other."""
+"""Longest wait for the file's lock: a process suspended while it holds the lock stops no other."""
 IGNORED_KEYS = ("bootstrap", "faults", "joins", "index")
-"""Keys of an island's config that launchers set anew at each start."""
+"""Keys of an island's config that launchers change at each start."""
 
 
 class Logbook:
@@ -44,9 +44,9 @@ class Logbook:
         self.island = island
 
     def note(self, name: str, text: str) -> None:
-        """Append an entry as one line, under the file's lock. An entry that cannot be written is logged instead.
+        """Append an entry as one line, under the file's lock. Never raises.
 
-        That is a warning the first time in a process. Never raises.
+        An entry that cannot be written is logged instead, as a warning the first time in a process.
         """
         entry = f"- {datetime.now(UTC):%Y-%m-%d %H:%M:%SZ} **{self.island}** {one_line(f'{name}: {text}')}"
         if len(entry) > MAX_CHARACTERS:
@@ -65,9 +65,10 @@ class Logbook:
             _unwritable.add(self.path)
 
     def note_start(self, run: RunConfig, island: IslandConfig) -> None:
-        """Note a start with its config and versions; at a restart also how the island ended and the changed keys.
+        """Write entries about a start: config and versions.
 
-        Each part that fails costs itself and a warning.
+        At a restart also the last end and changed keys. A part that fails is left out with a
+        warning.
         """
         config = flatten({**run.model_dump(mode="json"), "island": island.model_dump(mode="json")})
         mesh, restarts = resolve_degrees(island.mesh, island.ranks), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -88,8 +89,10 @@ class Logbook:
             write_atomically(folder / START, json.dumps(config, indent=1) + "\n")
 
     def last_entries(self) -> list[str]:
-        """This island's entries since its last start, without its name; [] if the end of the file has none that can
-        be read."""
+        """Return this island's entries since its last start, without its name.
+
+        The list is empty if the end of the file has none that can be read.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
@@ -103,32 +106,37 @@ class Logbook:
 
 
 _unwritable: set[Path] = set()
-"""Logbooks of which this process has warned that no entry was written."""
+"""Logbooks for which this process has already logged a warning about a missing entry."""
 
 
 def lock_soon(file: IO) -> None:
-    """Take the exclusive lock of an open file, or go on without it after LOCK_SECONDS: an entry is one write."""
+    """Lock the open file exclusively, or go on without the lock after LOCK_SECONDS.
+
+    An entry is a single write, so even without the lock entries hardly ever mix.
+    """
     deadline = time.monotonic() + LOCK_SECONDS
     while not try_lock(file) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def describe_software() -> str:
-    """Versions of Python and of PACKAGES. A package that is not installed is left out."""
+    """Return the versions of Python and of PACKAGES as text, without packages that are not
+    installed.
+    """
     found = [("Python", platform.python_version()), *((name, find_version(name)) for name in PACKAGES)]
     return ", ".join(f"{name} {number}" for name, number in found if number)
 
 
 def describe_end(entries: Sequence[str]) -> str:
-    """How the processes that wrote these entries ended."""
-    # The first such entry is the cause: when one rank fails, the others are stopped.
+    """Describe how the processes that wrote these entries ended."""
+    # The first event of ENDS is the cause: when one rank fails, the others are stopped.
     if end := next((entry for entry in entries if entry.split(":", 1)[0] in ENDS), ""):
         return f"it last ended with '{end}'"
     return f"it last ended without an entry (it was killed, or its machine was lost); its last entry is '{entries[-1]}'"
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:
-    """The config of the island's last start; None if there was none or the file cannot be read."""
+    """Return the config of the island's last start; None if there is none that can be read."""
     try:
         values = json.loads((folder / START).read_text())
     except (OSError, ValueError, RecursionError):
@@ -137,7 +145,7 @@ def read_start(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value has changed."""
+    """Return one line for each key whose value has changed, except for IGNORED_KEYS."""
     return [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted({**before, **now})

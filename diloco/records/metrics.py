@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 LOST = "lost"
-"""Name of the event that another island is lost to this one. Its text is the island's name, a colon, and the cause."""
+"""Name of the event that this island has lost another one.
+
+Its text: that island, a colon, the cause.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +41,32 @@ class StepRecord:
     seconds: float
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs utilisation: the model's arithmetic as a share of the ranks' peak, which the logbook names."""
+    """Model FLOPs utilisation: the model's FLOPs as a share of the ranks' peak, which the logbook
+    names.
+    """
     skipped: bool = False
     data_seconds: float | None = None
-    """Time that the leader waited for the step's text; not part of `seconds`."""
+    """Seconds for which the leader waited for the step's text; not part of `seconds`."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """The step's tokens by source, if the data is a mixture."""
     spike: float | None = None
-    """If the loss is a spike: standard deviations above the mean of the losses before it."""
+    """Only if the loss is a spike: its distance from the mean of earlier losses, in standard
+    deviations.
+    """
     noise_scale: dict[str, float] = field(default_factory=dict)
-    """If the gradient's noise was measured: estimates of its squared norm without noise (`signal`), of the trace of the
-    covariance of one token's gradient (`noise`), and their ratio (`tokens`), left out where one is not positive. They
-    are noisy: average the first two over steps before dividing."""
+    """Estimates of the gradient's noise, if it was measured.
+
+    `signal` is the squared norm without noise, `noise` the trace of the covariance of one token's
+    gradient, and `tokens` the ratio noise / signal, left out unless both are positive. The
+    estimates vary much: average `signal` and `noise` over steps before dividing.
+    """
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One attempt at a round. Bytes are those that left and entered the process, including the protocol's."""
+    """One attempt at a round. Byte counts are the whole process's, including the round protocol's."""
 
     round: int
     attempt: int
@@ -78,9 +88,14 @@ class RoundRecord:
     tokens: int = 0
     """Number of tokens in this island's contribution, which is its weight in the mean."""
     stalled_seconds: float = 0.0
-    """Time that training stood still for all attempts at the round; the rest of the round ran in the background."""
+    """Seconds for which all attempts at the round stalled the training.
+
+    The rest ran in the background.
+    """
     gated: dict[str, int] = field(default_factory=dict)
-    """Number of parts that this island's leader, as their reducer, left out of the mean, by island."""
+    """By island, the number of its parts that this island's leader, their reducer, kept out of the
+    mean.
+    """
     base: str = ""
     """Digest of the committed state before the round."""
     units: list[list[int]] = field(default_factory=list)
@@ -88,24 +103,31 @@ class RoundRecord:
     trained_units: int = 0
     """Data units that all islands have trained in committed rounds, by the ledger after the attempt."""
     open_units: int = 0
-    """Data units that are leased or returned and not trained, by the same ledger."""
+    """Data units that are leased or returned but not trained, by the same ledger."""
     listeners: tuple[str, ...] = ()
     """Participants that contributed nothing to the round because they were still training."""
     audited: int = 0
     """Number of parts that others reduced and this island recomputed."""
     planner: str = ""
-    """The island that planned the attempt: among more than four, the coordinator. Empty with gossip."""
+    """The planner of the attempt: the coordinator among more than four islands. Empty with gossip.
+    """
     mean_norm: float | None = None
     """L2 norm of the mean pseudo-gradient; None if the attempt has none."""
     mean_cosine: float | None = None
-    """Cosine of the angle between this island's pseudo-gradient and the mean; None without either."""
+    """Cosine of the angle between this island's pseudo-gradient and the mean.
+
+    None if one is missing.
+    """
     signers: int = 0
-    """Islands that signed the committed state, by the certificate that this island holds."""
+    """Number of islands that signed the committed state, by this island's certificate."""
     ranks: list[list[float]] = field(default_factory=list)
-    """Where the time of each rank's training thread went since the last landed round: rank number, then seconds in
-    steps, in reading text, computing, ready without a processor, and between steps. Islands of one rank have none."""
+    """Where each rank's training thread spent its time since the last landed round.
+
+    Empty for one rank. One list per rank: its number, then seconds in steps, reading text,
+    computing, ready but without a processor, and between steps.
+    """
     time: float = field(default_factory=time.time)
-    """The end of the attempt, which consists of the wait and then the reduce."""
+    """Unix time at the end of the attempt, which consists of the wait and then the reduce."""
     kind: Literal["round"] = "round"
 
     @classmethod
@@ -119,9 +141,11 @@ class RoundRecord:
         ledger: "Ledger",
         ranks: list[list[float]] | None = None,
     ) -> "RoundRecord":
-        """The record of an attempt to which this island contributed `steps` inner steps on `tokens` tokens.
+        """Return the record of an attempt to which this island gave `steps` inner steps on `tokens`
+        tokens.
 
-        `waited_seconds` is the time that training stood still for the round. It is recorded with the committed attempt.
+        `waited_seconds` is how long the round stalled the training; the committed attempt alone
+        records it.
         """
         # Fields that have the same name in RoundReport are copied.
         names = {each.name for each in fields(cls)} & {each.name for each in fields(report)}
@@ -145,7 +169,7 @@ class RoundRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Held-out loss of the global params, in nats per token. `tokens` counts those of all islands."""
+    """Held-out loss of the global params, in nats per token. `tokens` is the sum over all islands."""
 
     round: int
     tokens: int
@@ -193,10 +217,12 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Appends records to `path`, one whole line at a time, so that a killed island leaves lines that parse.
+    """Appends records to `path`, one complete line at a time, so that a kill leaves a readable
+    file.
 
-    Problems of the disk or of a sink do not end the training, nor keep it from beginning. They are logged; records that
-    cannot be written are lost, and a sink that fails gets no further records.
+    A problem of the disk or of a sink is logged. It neither ends the training nor keeps it from
+    starting. Records that cannot be written are lost, and a sink that fails gets no further
+    records.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -204,16 +230,16 @@ class Metrics:
         self._path, self._num_lost = path, 0
         self._file: RawIOBase | None = None
         self._is_inside_a_line = self._is_closed = False
-        with suppress(OSError):  # Each record tries again, and the first one says why.
+        with suppress(OSError):  # Each record tries to open it again, and the first failure is logged.
             self._open()
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file to which records are appended."""
         return self._path
 
     def add_sink(self, sink: Sink) -> None:
-        """Pass all later records to this sink, too."""
+        """Also pass all later records to this sink."""
         with self._lock:
             self._sinks.append(sink)
 
@@ -253,11 +279,11 @@ class Metrics:
         if problem and self._num_lost == 0:
             log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
         elif not problem and self._num_lost:
-            log.warning("%s: has room again; %d records are missing from it", self._path, self._num_lost)
+            log.warning("%s: can be written again; %d records are missing from it", self._path, self._num_lost)
         self._num_lost = self._num_lost + 1 if problem else 0
 
     def _append_line(self, line: bytes) -> bool:
-        """Whether the whole line found room. Raises OSError."""
+        """Write the line and return whether it was written completely. Raises OSError."""
         file = self._file or self._open()
         line = b"\n" * self._is_inside_a_line + line
         self._is_inside_a_line = (file.write(line) or 0) < len(line)
@@ -276,14 +302,14 @@ def _warn(sink: Sink, consequence: str, error: Exception) -> None:
 
 
 def to_line(record: Record) -> str:
-    """The record as one line of JSON. Infinity and NaN, which JSON lacks, become null."""
+    """Return the record as one line of JSON. Infinity and NaN, which JSON lacks, become null."""
     values = asdict(record)
     values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values, allow_nan=False) + "\n"
 
 
 def ends_inside_a_line(path: Path) -> bool:
-    """Whether an earlier process was killed in the middle of a line."""
+    """Return whether the last line is incomplete, because an earlier process was killed."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))

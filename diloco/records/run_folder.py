@@ -25,7 +25,8 @@ from inner.foreign.text import MAX_JSON_BYTES
 
 METRICS = "metrics.jsonl"
 PRESENCE = "presence.jsonl"
-"""In the folder of an island that was watched over the network: when it answered and when it did not."""
+"""A file in the folder of an island watched over the network: when it answered and when it did not.
+"""
 FACTS = "run.json"
 CONFIG = "config.yaml"
 BASELINE = "baseline"
@@ -48,7 +49,10 @@ class RunFacts:
     """The values of `simulate --link`, joined."""
     wire_bytes_sent: dict[str, int] | None = None
     wire_bytes_received: dict[str, int] | None = None
-    """Bytes by island as its network interface counted them, headers included. None without network namespaces."""
+    """Bytes by island, counted by its network interface with headers.
+
+    None without network namespaces.
+    """
 
 
 @dataclass
@@ -86,7 +90,7 @@ class RunRecords:
 
     @property
     def unread_islands(self) -> list[str]:
-        """Islands that took part in a round and whose records are not in these folders."""
+        """Islands that took part in a round but have no records in these folders."""
         named = {name for island in self.islands for record in island.rounds for name in record.participants}
         return sorted(named - {island.name for island in self.islands}, key=natural_key)
 
@@ -101,7 +105,10 @@ _FACTS_PARSER = TypeAdapter(RunFacts)
 
 
 def parse_record(line: bytes) -> Record:
-    """The record in a line of metrics.jsonl. Raises ValidationError if it is none."""
+    """Return the record in a line of metrics.jsonl.
+
+    Raises ValidationError if the line is no record.
+    """
     return _PARSER.validate_json(line)
 
 
@@ -112,7 +119,7 @@ class Tail:
         self.path, self._file = path, GrowingFile(path)
 
     def new_records(self) -> list[Record]:
-        """Records whose lines were completed since the last call."""
+        """Return the records whose lines were completed since the last call."""
         records: list[Record] = []
         try:
             lines = self._file.new_lines()
@@ -142,10 +149,10 @@ def read_run(run_dir: Path, *others: Path) -> RunRecords:
 
 
 def check_one_run(folders: Sequence[Path]) -> None:
-    """Raise InputError if the configs in the folders say that they are of different runs."""
+    """Raise InputError if the configs in the folders belong to different runs."""
     if len(folders) == 1:
         return
-    from diloco.config.schema import load_config  # It takes half a second.
+    from diloco.config.schema import load_config  # Importing it takes half a second.
 
     found = {each: load_config(path).run for each in folders if (path := each / CONFIG).is_file()}
     for other, run in list(found.items())[1:]:
@@ -158,14 +165,14 @@ def check_one_run(folders: Sequence[Path]) -> None:
 
 
 def resolve_all(folders: Sequence[Path]) -> set[Path]:
-    """The folders without links and dots."""
+    """Return the absolute paths of the folders, with links resolved."""
     return {folder.resolve() for folder in folders}
 
 
 def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
-    """One entry for each name: an island that went on elsewhere has records in two folders, the earlier ones first.
+    """Merge the records of islands of the same name, the earlier ones first.
 
-    Raises InputError if they are copies of one another.
+    An island that moved has records in two folders. Raises InputError if two folders hold copies.
     """
     merged: dict[str, IslandRecords] = {}
     for island in sorted(islands, key=lambda island: min(island.spans, default=(0.0, 0.0))):
@@ -181,7 +188,7 @@ def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
 
 
 def find_island_folders(run_dir: Path) -> list[Path]:
-    """As `island_folders`. Raises InputError if there are none."""
+    """Return what `island_folders` returns. Raises InputError if there are none."""
     if not (folders := island_folders(run_dir)):
         found = sorted(entry.name for entry in run_dir.iterdir())[:8] if run_dir.is_dir() else None
         raise InputError(
@@ -201,13 +208,13 @@ def read_island(folder: Path) -> IslandRecords:
 
 
 def island_folders(run_dir: Path) -> list[Path]:
-    """The folders of the run that hold an island's metrics, in natural order: island-2 before island-10."""
+    """Return the folders with an island's metrics, in natural order: island-2 before island-10."""
     folders = [path.parent for path in run_dir.glob(f"*/{METRICS}") if path.parent.name != BASELINE]
     return sorted(folders, key=lambda folder: natural_key(folder.name))
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """A sort key that compares digits in a name as numbers."""
+    """Return a sort key that compares the digits in a name as numbers."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
@@ -235,8 +242,9 @@ def read_facts(run_dir: Path) -> RunFacts | None:
 def hold_folder(folder: Path) -> int:
     """Lock an island's folder until the returned file descriptor is closed or this process ends.
 
-    Raises FolderInUse if another process holds the lock, because both would claim to be the same island, and OSError if
-    the folder cannot be written when the island first starts: its key could not be kept, either.
+    Raises FolderInUse if another process holds the lock: both would claim to be the same island.
+    Raises OSError if the folder cannot be written when the island first starts: its key could not
+    be kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = open_lock(folder / "lock")
@@ -250,11 +258,11 @@ def hold_folder(folder: Path) -> int:
 
 
 def open_lock(path: Path) -> int:
-    """Open the file to be locked. Raises OSError."""
+    """Open the lock file and return its descriptor. Raises OSError."""
     try:
         return os.open(path, os.O_CREAT | os.O_WRONLY)
     except OSError:
-        # An island that is started again goes on although its disk has become read-only.
+        # A restarted island goes on although its disk has become read-only.
         if not path.exists():
             raise
         return os.open(path, os.O_RDONLY)

@@ -15,10 +15,11 @@ NOT_SCALARS = frozenset({"time", "step", "round"})
 
 
 def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> list[Sink]:
-    """The sinks that the config enables, with files in the island's `folder`. `settings`: the resolved config.
+    """Return the sinks that the config enables. `folder`: the island's.
 
-    Raises ConfigError if a package that the config names is not installed, or wandb is online without an account.
-    Whatever else keeps a sink from starting costs that sink and a warning.
+    `settings`: the resolved config. Raises ConfigError if a package that the config names is not
+    installed, or if wandb is online without an account. Any other failure costs that sink and a
+    warning.
     """
     check_extras(config, config.label)
     sinks: list[Sink] = []
@@ -92,12 +93,12 @@ class TensorBoardSink:
 
 
 def axis_of(record: StepRecord | RoundRecord | EvalRecord) -> tuple[str, int]:
-    """Name and value of the record's x-axis: its step or its round."""
+    """Return the name and value of the record's x-axis: its step or its round."""
     return ("step", record.step) if isinstance(record, StepRecord) else ("round", record.round)
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The record's finite numbers by `kind/field`. The participants are given as their number."""
+    """Return the record's finite numbers by `kind/field`. Participants are given as their number."""
     numbers: dict[str, float] = {}
     for key, value in asdict(record).items():
         number = len(value) if key == "participants" else value

@@ -1,4 +1,7 @@
-"""Account of the text that a run has read, from its records: was every unit trained once? No torch is imported."""
+"""Accounts for the text that a run has read: was every unit trained exactly once?
+
+Importing this module does not import torch.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,10 +12,11 @@ from diloco.records.run_folder import IslandRecords
 
 
 def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
-    """Units trained in committed rounds, trained more than once, and open at the end. None where not recorded.
+    """Count the units trained in committed rounds, trained more than once, and open at the end.
 
-    `steps_accounted` counts the inner steps of those rounds, each of which trains one unit. The record is missing if an
-    island was killed between a commit and its record.
+    `steps_accounted` counts the inner steps of those rounds, each of which trains one unit. Figures
+    that were not recorded are None. An island that is killed between a commit and its record leaves
+    a gap.
     """
     committed = [record for island in islands for record in distinct_commits(island.rounds)]
     if not committed:
@@ -29,12 +33,18 @@ def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
 
 
 def distinct_commits(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
-    """The committed rounds of one island. A round repeated after a stop has the same digest and counts once."""
+    """Return the committed rounds of one island.
+
+    A round repeated after a stop counts once, by its digest.
+    """
     return list({r.digest: r for r in rounds if r.committed and r.base}.values())
 
 
 def surviving_history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRecord]:
-    """Records of the commits that led to the last one, without those of the other side of a partitioned network."""
+    """Return the records of the commits that led to the last one.
+
+    Commits on the other side of a partitioned network are left out.
+    """
     by_digest: dict[str, list[RoundRecord]] = {}
     for record in committed:
         by_digest.setdefault(record.digest, []).append(record)
@@ -47,6 +57,6 @@ def surviving_history(committed: Sequence[RoundRecord], last: RoundRecord) -> li
 
 
 def units_of(record: RoundRecord) -> list[int]:
-    """Numbers of the data units that the island's contribution to the round has trained."""
+    """Return the numbers of the data units that the island's contribution to the round trained."""
     ranges = (range(first, first + count * stride, stride) for first, count, stride in record.units)
     return list(chain.from_iterable(ranges))

@@ -1,4 +1,4 @@
-"""The islands of a run beside each other: what each contributed to the mean, and how long it waited for the others."""
+"""A table of a run's islands: what each contributed to the mean, and how long it waited."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,28 @@ SHORT = ("island", "inner steps", "tokens/s", "contributed", "computing", "waite
 
 
 def island_rows(islands: Sequence[IslandRecords]) -> list[dict[str, str]]:
-    """One row for each island, by column.
+    """Return one row for each island, by column.
 
-    `contributed` is its tokens in committed rounds, which are its weight in the mean, and their share of all islands'.
-    `waited` is for the others, before a reduce began; `computing` is the share of its time in inner steps.
+    `contributed` is the island's tokens in committed rounds, which are its weight in the mean, and
+    their share of all islands' tokens. `computing` is the share of its time in inner steps, and
+    `waited` its time waiting for other islands before a reduce began.
     """
     whole = sum(map(count_contributed, islands))
     return [_row(island, whole) for island in islands]
 
 
 def short_rows(islands: Sequence[IslandRecords]) -> list[Sequence[str]]:
-    """The columns SHORT with their names, for the console."""
+    """Return the columns SHORT with their names, for the console."""
     return [SHORT, *([one_line(row[name]) for name in SHORT] for row in island_rows(islands))]
 
 
 def count_contributed(island: IslandRecords) -> int:
-    """Number of tokens that the island has contributed to committed rounds."""
+    """Count the tokens that the island has contributed to committed rounds."""
     return sum(record.tokens for record in island.rounds if record.committed)
 
 
 def computing_share(island: IslandRecords) -> float | None:
-    """Share of the island's time that it spent in inner steps, from 0 to 1. None without inner steps."""
+    """Return the share of the island's time in inner steps, from 0 to 1. None without inner steps."""
     if not island.steps:
         return None
     spans = island.spans

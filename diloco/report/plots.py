@@ -20,7 +20,8 @@ from diloco.report.timeline import draw_timeline
 
 MAX_POINTS = 2000
 MAX_NAMED_ISLANDS = 12
-"""With more, a plot's legend would hide the plot: then the lines of islands look alike, and the legend sums them up."""
+"""Most islands that a legend names. With more, their lines look alike and the legend sums them up.
+"""
 FAINT_LINE = {"color": ISLAND_COLORS[0], "linewidth": 0.8, "alpha": 0.3}
 
 
@@ -35,7 +36,10 @@ class Plot:
 
 
 def write_plots(run: RunRecords, folder: Path) -> dict[str, str | None]:
-    """Draw every plot into `folder` as <stem>.png. Returns by stem the note of a plot without data, else None."""
+    """Draw every plot into `folder` as <stem>.png.
+
+    Return, by stem, the note of a plot without data, and None for the others.
+    """
     with plot_style():
         return {plot.stem: plot.draw(run, folder / f"{plot.stem}.png") for plot in PLOTS}
 
@@ -178,19 +182,22 @@ def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int])
 
 
 def eval_curve(evals: Sequence[EvalRecord]) -> list[tuple[int, float]]:
-    """(tokens, loss), one point per round, although several islands may have recorded it."""
+    """Return (tokens, loss), one point per round, even if several islands have recorded the round."""
     by_round = {e.round: (e.tokens, e.loss) for e in evals if e.loss is not None}
     return sorted(by_round.values())
 
 
 def loss_points(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """(step, loss) of the steps that were not skipped, thinned to at most MAX_POINTS."""
+    """Return (step, loss) of the steps that were not skipped, thinned to at most MAX_POINTS."""
     points = [(s.step, s.loss) for s in steps if s.loss is not None and not s.skipped]
     return points[:: math.ceil(len(points) / MAX_POINTS) or 1]
 
 
 def bytes_curve(island: IslandRecords) -> list[tuple[int, int]]:
-    """(inner step, total bytes sent) after each attempt at a round. Empty when nothing was sent."""
+    """Return (inner step, total bytes sent) after each attempt at a round.
+
+    Empty if nothing was sent.
+    """
     times = [step.time for step in island.steps]
     steps_made = [bisect.bisect(times, record.time) for record in island.rounds]
     sent = accumulate(record.bytes_sent for record in island.rounds)
@@ -199,7 +206,7 @@ def bytes_curve(island: IslandRecords) -> list[tuple[int, int]]:
 
 
 def moving_average(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of the values within `reach` positions on either side, fewer at the ends."""
+    """Return the mean of the values within `reach` positions on either side, fewer at the ends."""
     sums = [0.0, *accumulate(values)]
     bounds = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[last] - sums[first]) / (last - first) for first, last in bounds]

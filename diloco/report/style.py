@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_style() -> AbstractContextManager[None]:
-    """Context in which plots do not depend on the user's own matplotlib settings."""
+    """Return a context in which plots do not depend on the user's own matplotlib settings."""
     return style.context(["default", STYLE])
 
 
@@ -55,7 +55,7 @@ def new_axes(title: str, x_label: str, y_label: str, height: float = 4.6) -> tup
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the picture; a killed process leaves no half of one under its name."""
+    """Write the picture as a whole: a killed process leaves no partial file under its name."""
     picture = BytesIO()
     figure.savefig(picture, format="png")
     write_atomically(path, picture.getvalue())

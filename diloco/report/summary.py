@@ -14,13 +14,16 @@ from inner.files import write_atomically
 SUMMARY = "summary.json"
 BYTES_PER_GRADIENT = 2
 DATA_PARALLEL_FORMULA = "2 (N-1)/N x 2 bytes x parameters x inner steps, sent by each of N islands"
-"""Traffic of a bf16 ring all-reduce of the gradients at every inner step, as data-parallel training on a GPU has."""
+"""Data-parallel traffic: a bf16 ring all-reduce of the gradients at every inner step."""
 
 Summary = dict[str, Any]
 
 
 def summarise(run_dir: Path, *others: Path) -> Summary:
-    """The run's figures, ready for JSON, None where unknown. Raises InputError when a folder holds no run."""
+    """Return the run's figures, ready for JSON, None where unknown.
+
+    Raises InputError without a run.
+    """
     return summarise_records(read_run(run_dir, *others))
 
 
@@ -59,7 +62,7 @@ def summarise_records(run: RunRecords) -> Summary:
 
 
 def training_figures(islands: Sequence[IslandRecords]) -> Summary:
-    """The figures that a run and its baseline have in common."""
+    """Return the figures that a run and its baseline have in common."""
     last = find_last_eval(islands)
     rounds = [record for island in islands for record in island.rounds]
     disagreeing = find_disagreeing_rounds(islands)
@@ -91,9 +94,10 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
 
 
 def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
-    """The gradient noise scale in tokens, from the second half of its measurements, and tokens of all islands a step.
+    """Return the gradient noise scale in tokens, and the tokens per step of all islands together.
 
-    None where nothing was measured, or an average is not positive.
+    The scale is from the second half of its measurements. It is None if nothing was measured, or if
+    an average is not positive.
     """
     halves = [[s for s in island.steps if s.noise_scale] for island in islands]
     measured = [step for half in halves for step in half[len(half) // 2 :]]
@@ -105,7 +109,7 @@ def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
 
 
 def count_source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
-    """Number of trained tokens by source of a mixture. Empty without a mixture."""
+    """Count the trained tokens by source of a mixture. Empty without a mixture."""
     found: Counter[str] = Counter()
     for island in islands:
         for record in island.steps:
@@ -114,7 +118,10 @@ def count_source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
 
 
 def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
-    """Number of inner steps, of steps that a committed round includes, and their ratio (None when not recorded)."""
+    """Count the inner steps and those in committed rounds.
+
+    Return their ratio, too, None if not recorded.
+    """
     trained = sum(len(island.steps) for island in islands)
     committed = sum(record.steps for island in islands for record in island.rounds if record.committed)
     share = committed / trained if trained and committed else None
@@ -122,19 +129,25 @@ def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
 
 
 def find_last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
-    """The last evaluation of any island."""
+    """Return the last evaluation of any island; None if there is none."""
     return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
 
 
 def find_last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
-    """In a gossip run, the last evaluation of each island's own params, for islands evaluated in the newest round."""
+    """Return the last evaluation of each island's own params in a gossip run.
+
+    Only islands that were evaluated in the newest round are included.
+    """
     found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
     newest = max((record.round for record in found.values()), default=0)
     return {name: record for name, record in found.items() if record.round == newest}
 
 
 def find_source_losses(islands: Sequence[IslandRecords]) -> dict[str, float | None]:
-    """The last held-out loss of each source of a mixture, of whichever island has it. Empty without a mixture."""
+    """Return the last held-out loss of each source of a mixture, from any island.
+
+    Empty without a mixture.
+    """
     found: dict[str, float | None] = {}
     for record in sorted((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time)):
         found.update(record.source_losses)
@@ -142,7 +155,10 @@ def find_source_losses(islands: Sequence[IslandRecords]) -> dict[str, float | No
 
 
 def mean_eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
-    """Held-out loss before each round, averaged over the islands that measured it. Keys are text, as in JSON."""
+    """Return the held-out loss before each round, averaged over the islands that measured it.
+
+    Keys are text, as in JSON.
+    """
     measured: dict[int, list[float]] = {}
     for record in (record for island in islands for record in island.evals):
         if record.loss is not None:
@@ -151,32 +167,38 @@ def mean_eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are not None, or None when there is none."""
+    """Return the mean of the values that are not None; None if there is none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def find_disagreeing_rounds(islands: Sequence[IslandRecords]) -> list[int]:
-    """Rounds that participants committed with different results, or that one committed and another aborted.
+    """Return the rounds whose participants disagree.
 
-    Gossip rounds are left out, because there each island's result is its own.
+    They committed different results, or one committed and another aborted. Gossip rounds are left
+    out, because each island's result is its own there.
     """
     records = [record for island in islands for record in island.rounds if not record.is_own]
     digests: dict[tuple[int, tuple[str, ...]], set[str]] = {}
     for record in records:
         if record.committed:
-            # The sides of a partitioned network may each commit a round of this number, with other participants.
+            # Each side of a partitioned network may commit a round of this number: their
+            # participants differ.
             digests.setdefault((record.round, record.participants), set()).add(record.digest)
     outcomes: dict[tuple[int, int, tuple[str, ...]], set[bool]] = {}
     for record in records:
-        # With its participants: an island outside of a plan may have numbered an attempt of its own the same.
+        # Participants are in the key: an island outside a plan may have numbered its own attempt
+        # the same.
         outcomes.setdefault((record.round, record.attempt, record.participants), set()).add(record.committed)
     differing = {number for (number, _), found in digests.items() if len(found) > 1}
     return sorted(differing | {number for (number, _, _), found in outcomes.items() if len(found) > 1})
 
 
 def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
-    """Bytes that each island would have sent in data-parallel training. None without run.json."""
+    """Return the bytes that each island would have sent in data-parallel training.
+
+    None without run.json.
+    """
     if run.facts is None:
         return None
     per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
@@ -184,22 +206,25 @@ def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
 
 
 def data_parallel_bytes_per_step(num_params: int, num_islands: int) -> float:
-    """Bytes that one island sends in one bf16 ring all-reduce of the gradients."""
+    """Return the bytes that one island sends in one bf16 ring all-reduce of the gradients."""
     return 2 * (num_islands - 1) / num_islands * BYTES_PER_GRADIENT * num_params
 
 
 def wall_seconds(islands: Sequence[IslandRecords]) -> float | None:
-    """Seconds from the start of the first inner step (or wait) to the last record."""
+    """Return the seconds from the start of the first inner step (or wait) to the last record."""
     spans = [span for island in islands for span in island.spans]
     return max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
 
 
 def traffic_ratio(summary: Summary) -> float | None:
-    """Ratio of data-parallel traffic to the run's traffic. None when either is zero or unknown."""
+    """Return the ratio of data-parallel traffic to the run's traffic.
+
+    None if either is zero or unknown.
+    """
     sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
     return would_have / sent if sent and would_have else None
 
 
 def total(by_island: dict[str, int] | None) -> int | None:
-    """Sum over the islands, or None if unknown."""
+    """Return the sum over the islands, or None if it is unknown."""
     return None if by_island is None else sum(by_island.values())

@@ -14,7 +14,7 @@ SummaryRow = tuple[str, str, str]
 
 
 def summary_rows(summary: Summary) -> list[SummaryRow]:
-    """One row for each known figure."""
+    """Return one row for each known figure."""
     baseline = summary["baseline"]
     ours, theirs = _training_figures(summary), _training_figures(baseline) if baseline else {}
     (loss, *trained) = [(what, ours[what], theirs.get(what, "")) for what in ours]
@@ -52,7 +52,7 @@ def describe_digests(summary: Summary) -> str:
 
 
 def describe_unread(summary: Summary) -> str:
-    """What to do about islands whose records are elsewhere; empty if all have been read."""
+    """Return how to include islands whose records are elsewhere; empty if all have been read."""
     if not (unread := summary["islands_unread"]):
         return ""
     names = ", ".join(unread[:8]) + (", ..." if len(unread) > 8 else "")
@@ -63,7 +63,7 @@ def describe_unread(summary: Summary) -> str:
 
 
 def _training_figures(figures: Summary) -> dict[str, str]:
-    """The figures that a run and its baseline have in common. The loss comes first."""
+    """Format the figures that a run and its baseline have in common. The loss comes first."""
     bits = figures["final_bits_per_byte"]
     return {
         "Held-out loss (nats per token)": human_loss(figures["final_eval_loss"]),
@@ -75,7 +75,7 @@ def _training_figures(figures: Summary) -> dict[str, str]:
 
 
 def _reference_figures(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Reference values to compare the loss with."""
+    """Yield reference values to compare the loss with."""
     if summary["final_eval_losses"] is not None:
         known = [loss for loss in summary["final_eval_losses"].values() if loss is not None]
         spread = f"{human_loss(min(known))} to {human_loss(max(known))}" if known else UNKNOWN
@@ -102,7 +102,7 @@ def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Figures about the inner steps and the text they read."""
+    """Yield figures about the inner steps and the text that they read."""
     if summary["committed_share"] is not None:
         yield "Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %"
     if losses := summary.get("final_source_losses"):

@@ -41,7 +41,7 @@ class Segment:
 
 
 def find_segments(island: IslandRecords) -> list[Segment]:
-    """All activities of an island, inner steps first."""
+    """Return all activities of an island, inner steps first."""
     return merge_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
 
 
@@ -64,7 +64,10 @@ def merge_steps(steps: list[StepRecord]) -> list[Segment]:
 
 
 def round_segments(record: RoundRecord) -> list[Segment]:
-    """Segments of one attempt: the wait, then the reduce. An aborted attempt is a single segment."""
+    """Return the segments of one attempt: the wait, then the reduce.
+
+    An aborted attempt is a single segment.
+    """
     reduce_start = record.time - record.reduce_seconds
     wait_start = reduce_start - record.wait_seconds
     if not record.committed:
@@ -114,7 +117,8 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
             axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
     for event in island.events:
-        # The account is recorded as the island leaves, so its label would cover that of the departure.
+        # The event `account` is recorded as the island leaves: its label would cover the label of
+        # `left`.
         if event.name == "account":
             continue
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
@@ -150,7 +154,7 @@ def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> No
 
 
 def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
-    """Legend entries of the timeline."""
+    """Return the legend entries of the timeline."""
     handles: list[Patch | Line2D] = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
     handles[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
     tick = {"color": INK, "marker": "|", "linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
@@ -160,10 +164,10 @@ def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Name of the time axis' unit and its length in seconds."""
+    """Return the name of the time axis's unit and its length in seconds."""
     return ("seconds", 1.0) if seconds < 600 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 
 def figure_height(run: RunRecords) -> float:
-    """Height of the timeline in inches."""
+    """Return the height of the timeline in inches."""
     return 1.9 + 0.62 * min(len(run.islands), 40)

@@ -1,4 +1,4 @@
-"""`diloco status`: how each island of a run does, asked over the network or read from a folder."""
+"""`diloco status`: the state of each island of a run, by its own answer or from a folder."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def status(target: str, overrides: Sequence[str], run_name: str | None, *, as_js
 
 
 def find_status(target: str, overrides: Sequence[str], run_name: str | None) -> list[RunStatus]:
-    """Read a folder, or ask the islands at an address."""
+    """Read the status from a folder, or request it from the islands at an address."""
     if refused := [override for override in overrides if not override.startswith("island.")]:
         raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
     if host_of(target) is not None and not Path(target).is_dir():

@@ -1,4 +1,4 @@
-"""The state of the islands whose records lie in a run's folder: those of this machine, whether they run or not."""
+"""The state of the islands with records in a run's folder: islands of this machine, running or not."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from diloco.status.run_status import RunStatus, SeenIsland
 
 
 def read_folder(run_dir: Path) -> RunStatus:
-    """What the records say of each island. Raises InputError if the folder holds no run."""
+    """Read each island's state from its records. Raises InputError if the folder holds no run."""
     islands = [read_island_state(folder) for folder in find_island_folders(run_dir)]
     run = read_run_config(run_dir)
     if run is None:
@@ -22,7 +22,10 @@ def read_folder(run_dir: Path) -> RunStatus:
 
 
 def read_island_state(folder: Path) -> SeenIsland:
-    """The state of the island with this folder. Whether its processes live cannot be seen from its records."""
+    """Read the state of the island with this folder.
+
+    Records do not show whether its processes live.
+    """
     latest, now = LatestRecords(folder.name), time.time()
     for record in Tail(folder / METRICS).new_records():
         latest.write(record)
@@ -34,7 +37,7 @@ def read_island_state(folder: Path) -> SeenIsland:
 
 
 def read_run_config(run_dir: Path) -> RunConfig | None:
-    """The run's part of the config in its folder; None if there is none that can be read."""
+    """Read the run's part of the config in its folder; return None if it is missing or unreadable."""
     try:
         return load_config(run_dir / "config.yaml").run
     except ConfigError:

@@ -1,10 +1,12 @@
-"""Orders of an operator to an island over the network, and the server on its rank 0 that carries them out.
+"""Orders of an operator to an island over the network, and the server on its rank 0 that obeys
+them.
 
     call           body    reply
     island_order   Order   Carried
 
-An order is signed with a key that the island's operator has listed in `island.operators`; others are refused. What it
-does is what a file in the island's folder would do: save, stop after a round, refuse an island.
+An order is signed with a key that the island's operator has listed in `island.operators`. Others
+are refused. An order does the same as a file in the island's folder: save, stop after a round, or
+refuse another island.
 """
 
 import logging
@@ -26,12 +28,14 @@ log = logging.getLogger(__name__)
 
 CALL = "island_order"
 FRESH_MS = 60_000
-"""An order older than this, or as far in the future, is refused: somebody may repeat what they have overheard."""
+"""Orders older than this, or as far in the future, are refused: someone may replay a recorded
+order.
+"""
 Action = Literal["save", "stop", "exclude"]
 
 
 class OrderText(Message):
-    """What is signed. The run and the island are in it, so that it is worth nothing to others."""
+    """The signed text. It names the run and the island, so that the order is valid nowhere else."""
 
     run: RunName
     island: IslandName
@@ -39,7 +43,10 @@ class OrderText(Message):
     argument: str = Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
     """stop: the number of rounds after which to stop, or empty for the round under way. exclude: a name or a key."""
     time: int = Field(ge=0, lt=1 << 53)
-    """Milliseconds since 1970 on the operator's clock. Each order of an operator is later than the one before."""
+    """Milliseconds since 1970 on the operator's clock.
+
+    Each order must be later than the one before.
+    """
 
 
 class Order(Message):
@@ -58,13 +65,13 @@ class Carried(Message):
 
 
 def sign_order(text: OrderText, key: IslandKey) -> Order:
-    """The order, signed by an operator."""
+    """Return the order, signed with an operator's key."""
     body = text.model_dump_json()
     return Order(text=body, operator=key.public, signature=key.sign(purpose(text.run), body.encode()).hex())
 
 
 def purpose(run: str) -> str:
-    """For what an operator signs, in the run with this name."""
+    """Return what an operator's signature is for: an order in the run with this name."""
     return f"order {run}"
 
 
@@ -72,19 +79,25 @@ class OrderServer:
     """Carries out the orders of listed operators to one island."""
 
     def __init__(self, run: str, folder: Path, operators: Collection[str], note: Callable[[str, str], None]) -> None:
-        """`folder` is the island's, with its name. `note` gets each order for the records: its name and text."""
+        """`folder` is the island's and has its name.
+
+        `note` records each order by its name and text.
+        """
         self._run, self._folder, self._operators, self._note = run, folder, operators, note
         self._newest: dict[str, int] = {}
 
     def serve(self, messenger: Messenger) -> None:
-        """Answer the calls of operators."""
+        """Answer the calls of operators from now on."""
         messenger.serve(CALL, self._on_order)
 
     async def _on_order(self, source: Endpoint, body: bytes) -> bytes:
         return Carried(text=self.carry_out(await receive(Order, body), time.time())).encode()
 
     def carry_out(self, order: Order, now: float) -> str:
-        """Check the order at unix time `now`, do it, and say what follows. Raises MessageError."""
+        """Check the order at unix time `now`, carry it out, and return what follows.
+
+        Raises MessageError.
+        """
         text = self._check(order, round(1000 * now))
         self._newest[order.operator] = text.time
         said = carry_out(self._folder, text.action, text.argument)
@@ -107,7 +120,10 @@ class OrderServer:
 
 
 def carry_out(folder: Path, action: Action, argument: str) -> str:
-    """Make the request in an island's or a run's folder, and say what follows. Raises MessageError if it cannot."""
+    """Make the request in an island's or a run's folder, and return what follows.
+
+    Raises MessageError if it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if action == "save":

@@ -1,11 +1,12 @@
-"""The records of an island for whoever watches it, page by page, and the server on its rank 0 that reads them.
+"""The records of an island for watchers, page by page, and the server on its rank 0 that reads
+them.
 
     call             body             reply
     island_records   RecordsRequest   RecordsPage, deflated
 
-A page holds whole lines of the island's metrics.jsonl from a byte of the file on, so a watcher goes on where it was
-after either of them has been started again, and the island keeps nothing in memory for it. Whoever may ask for the
-island's status may ask for them.
+A page holds whole lines of the island's metrics.jsonl from a byte of the file on. So a watcher goes
+on where it was after a restart of either side, and the island keeps nothing in memory for it.
+Whoever may request the island's status may request its records.
 """
 
 import asyncio
@@ -24,9 +25,10 @@ PAGE_BYTES = 1 << 18
 MAX_OFFSET = 1 << 50
 HEAD_BYTES = 1 << 12
 RECENT_SECONDS = 3.0
-"""A watcher that has asked within this time may still want the last records when the island ends."""
+"""A watcher that has asked within this time may still want the last records when the island ends.
+"""
 LINGER_SECONDS = 2.0
-"""Longest time that an island waits for that at its end."""
+"""Longest time that an ending island waits for such a watcher."""
 POLL_SECONDS = 0.05
 
 
@@ -36,18 +38,21 @@ class RecordsRequest(Message):
     journal: str = Field(max_length=16, pattern=r"^[0-9a-f]*$")
     """The journal of the last page."""
     offset: int = Field(ge=0, lt=MAX_OFFSET)
-    """Where that page ended."""
+    """Where the last page ended."""
 
 
 class RecordsPage(Message):
     """The reply. It comes from a peer, so it is validated strictly; its lines are checked one by one later."""
 
     journal: str = Field(max_length=16, pattern=r"^[0-9a-f]*$")
-    """Says which file this is: an island that begins anew in an empty folder has another one. Empty without records."""
+    """Identifies the file: an island that restarts in an empty folder has another one.
+
+    Empty without records.
+    """
     end: int = Field(ge=0, lt=MAX_OFFSET)
     """The byte of the file where the lines end."""
     size: int = Field(ge=0, lt=MAX_OFFSET)
-    """Bytes in the file; more than `end` if another page can be asked for at once."""
+    """Bytes in the file; if they exceed `end`, another page can be requested at once."""
     lines: str = Field(max_length=PAGE_BYTES)
 
 
@@ -60,19 +65,19 @@ class RecordsServer:
         self._reading = asyncio.Semaphore(1)
 
     def serve(self, messenger: Messenger) -> None:
-        """Answer the calls of watchers."""
+        """Answer the calls of watchers from now on."""
         messenger.serve(CALL, self._on_request)
 
     async def _on_request(self, source: Endpoint, body: bytes) -> bytes:
         request = await receive(RecordsRequest, body)
-        # One at a time, so that many watchers do not take more than a thread from the island.
+        # One request at a time, so that many watchers occupy a single thread of the island.
         async with self._reading:
             page = await asyncio.to_thread(self.read_page, request)
         self._asked_at, self._told = time.monotonic(), page.end
         return deflate(page.encode())
 
     def read_page(self, request: RecordsRequest) -> RecordsPage:
-        """The lines after the request's offset, from the beginning if the watcher knows another file."""
+        """Return the lines after the request's offset; all lines if the watcher knows another file."""
         try:
             with self._path.open("rb") as file:
                 self._journal = self._journal or name_journal(file.read(HEAD_BYTES))
@@ -81,11 +86,11 @@ class RecordsServer:
                 begin = request.offset if is_known else 0
                 file.seek(begin)
                 data = file.read(PAGE_BYTES)
-        except OSError:  # It cannot be read now; the watcher asks again.
+        except OSError:  # The file cannot be read now; the watcher asks again.
             return RecordsPage(journal="", end=0, size=0, lines="")
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) == PAGE_BYTES:
-            whole = PAGE_BYTES  # No record is so long: the damaged line is passed on in pieces, and dropped there.
+            whole = PAGE_BYTES  # No record is so long: the damaged line is sent in pieces, and the watcher drops it.
         return RecordsPage(
             journal=self._journal,
             end=begin + whole,
@@ -94,19 +99,24 @@ class RecordsServer:
         )
 
     def linger(self, event_loop: EventLoop) -> None:
-        """At the island's end, wait until a watcher that has asked lately has the last records, for LINGER_SECONDS."""
+        """At the island's end, wait up to LINGER_SECONDS for a recent watcher to fetch the last
+        records.
+        """
         if time.monotonic() - self._asked_at > RECENT_SECONDS:
             return
         deadline = time.monotonic() + LINGER_SECONDS
         try:
             size = self._path.stat().st_size
-        except OSError:  # There are none.
+        except OSError:  # There are no records.
             return
         while self._told < size and time.monotonic() < deadline:
             event_loop.sleep(POLL_SECONDS)
 
 
 def name_journal(head: bytes) -> str:
-    """A name of the file that begins with these bytes: a hash of its first line; "" before that is whole."""
+    """Return a name of the file that begins with these bytes: a hash of its first line.
+
+    The name is empty until that line is complete.
+    """
     line = head.partition(b"\n")
     return hashlib.sha256(line[0]).hexdigest()[:16] if line[1] or len(head) == HEAD_BYTES else ""

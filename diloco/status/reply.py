@@ -1,4 +1,4 @@
-"""What an island says of itself to whoever asks, and the server on its rank 0 that says it.
+"""An island's answer to requests for its status, and the server on its rank 0 that gives it.
 
     call            body    reply
     island_status   empty   IslandStatus
@@ -34,36 +34,36 @@ Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 
 class Training(Message):
-    """What an island's records say of its training. It comes from a peer, so it is validated strictly."""
+    """An island's training by its records. It comes from a peer, so it is validated strictly."""
 
     step: int = Field(ge=0, lt=MAX_STEP)
-    """The last inner step of the run that it has made."""
+    """The last inner step of the run that the island has made."""
     loss: Figure | None
-    """Of that step, in nats per token."""
+    """Training loss of that step, in nats per token."""
     heldout_loss: Figure | None
     tokens_per_second: Figure | None
     committed: int = Field(ge=0, lt=MAX_ROUND)
-    """Rounds that are committed in these records. A process that is asked has its own only."""
+    """Committed rounds in these records. A running process counts only those since its start."""
     aborted: int = Field(ge=0, lt=MAX_ROUND)
-    """Attempts that are aborted in these records."""
+    """Aborted attempts in these records."""
     bytes_sent: int = Field(ge=0, lt=MAX_TOKENS)
-    """In these rounds."""
+    """Bytes sent in these attempts."""
     digest: str = Field(max_length=64, pattern=r"^[0-9a-f]*$")
     """Digest of the state after the last committed round, or empty."""
     event: str = Field(max_length=MAX_EVENT_CHARACTERS)
-    """What happened last, or empty."""
+    """The latest event, or empty."""
     event_seconds: Seconds
-    """How long ago that was."""
+    """Seconds since that event."""
 
 
 class IslandStatus(Training):
-    """The state of an island that runs."""
+    """The state of a running island."""
 
     island: IslandName
     doing: ShortText
-    """What its training thread does: an inner step, a round, ..."""
+    """What its training thread is doing: an inner step, a round, ..."""
     doing_seconds: Seconds
-    """For how long it has done so."""
+    """For how many seconds it has been doing that."""
     num_steps: int = Field(ge=0, lt=MAX_STEP)
     """Inner steps of the whole run."""
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -80,11 +80,11 @@ class IslandStatus(Training):
     """Name of rank 0's machine."""
     versions: dict[ShortText, ShortText] = Field(max_length=16)
     up_seconds: Seconds
-    """Time since its process began to answer."""
+    """Seconds since its process began to answer."""
 
 
 class Place(Message):
-    """What of an island's status stays the same while its process runs."""
+    """The part of an island's status that stays the same while its process runs."""
 
     island: IslandName
     num_steps: int = Field(ge=0, lt=MAX_STEP)
@@ -95,7 +95,7 @@ class Place(Message):
 
 
 class Doing(Protocol):
-    """What a training thread does now. An ActivityMonitor has it."""
+    """The current work of a training thread. An ActivityMonitor has it."""
 
     @property
     def now(self) -> tuple[str, float]:
@@ -104,7 +104,7 @@ class Doing(Protocol):
 
 
 class StatusServer:
-    """Answers on rank 0 with what its records have said last."""
+    """Answers on rank 0 with the latest values of its records."""
 
     def __init__(
         self,
@@ -114,7 +114,9 @@ class StatusServer:
         find_position: Callable[[], Position],
         doing: Doing | None,
     ) -> None:
-        """`doing` is None where nobody watches the training thread: then the time since the last record is told."""
+        """`doing` is None if nothing watches the training thread: the time since the last record
+        replaces it.
+        """
         self._place, self._find_position, self._doing = place, find_position, doing
         self._latest, self._began_at = LatestRecords(place.island), time.monotonic()
         self._versions = package_versions()
@@ -127,7 +129,7 @@ class StatusServer:
         return self.status().encode()
 
     def status(self) -> IslandStatus:
-        """The island's state now."""
+        """Return the island's state now."""
         latest, position, now = self._latest, self._find_position(), time.time()
         silent = max(now - latest.time, 0.0) if latest.time else 0.0
         doing, doing_seconds = self._doing.now if self._doing is not None else ("since its last record", silent)
@@ -145,7 +147,7 @@ class StatusServer:
 
 
 def describe_records(latest: LatestRecords, now: float) -> Training:
-    """What an island's records say at unix time `now`."""
+    """Return what an island's records show at unix time `now`."""
     return Training(
         step=latest.step,
         loss=finite(latest.loss),
@@ -161,5 +163,5 @@ def describe_records(latest: LatestRecords, now: float) -> Training:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None if JSON cannot hold it or no loss is so large."""
+    """Return the value, or None if JSON cannot hold it or it is too large for a loss."""
     return value if value is not None and math.isfinite(value) and abs(value) <= 1e30 else None

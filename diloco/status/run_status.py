@@ -1,4 +1,4 @@
-"""What is known of a run and of each of its islands, asked of them or read from their records."""
+"""What is known of a run and of each of its islands, by their answers or from their records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from diloco.status.reply import IslandStatus, Training
 
 @dataclass(frozen=True, kw_only=True)
 class SeenIsland:
-    """An island, as far as one sees it from here."""
+    """An island as seen from this machine."""
 
     name: str
     state: str
-    """What it does, or why it has not answered."""
+    """What it is doing, or why it has not answered."""
     training: Training | None = None
-    """What it says of its training; None if it has not answered."""
+    """The training that it reports; None if it has not answered."""
     status: IslandStatus | None = None
-    """Its whole answer, if it runs and was asked."""
+    """Its whole answer, if it is running and was asked."""
     round: int | None = None
-    """Committed rounds of the run by its record in the swarm, or by its own last records."""
+    """Committed rounds of the run, by its record in the swarm or by its own last records."""
     digest: str = ""
-    """Digest of the state that it holds after them."""
+    """Digest of the state that it holds after these rounds."""
     path: str = ""
-    """By which way it was reached."""
+    """The route by which it was reached."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same as values for JSON."""
+        """Return the same as values for JSON."""
         told = self.status or self.training
         own = {"name": self.name, "state": self.state, "round": self.round, "digest": self.digest, "path": self.path}
         return ({} if told is None else told.model_dump()) | own | {"answered": self.status is not None}
@@ -38,7 +38,7 @@ class RunStatus:
 
     name: str
     where: str
-    """The address or the folder."""
+    """The address or the folder of the run."""
     config_hash: str
     islands: Sequence[SeenIsland]
     num_steps: int
@@ -47,7 +47,7 @@ class RunStatus:
 
     @property
     def digests_by_round(self) -> dict[int, set[str]]:
-        """The states that islands hold, by the number of committed rounds behind them."""
+        """Digests of the states that islands hold, by the number of committed rounds."""
         digests: dict[int, set[str]] = {}
         for island in self.islands:
             if island.round is not None and island.digest:
@@ -55,7 +55,7 @@ class RunStatus:
         return digests
 
     def to_json(self) -> dict[str, Any]:
-        """The same as values for JSON."""
+        """Return the same as values for JSON."""
         own = {"name": self.name, "where": self.where, "config_hash": self.config_hash}
         own |= {"num_steps": self.num_steps, "num_rounds": self.num_rounds}
         return own | {"islands": [island.to_json() for island in self.islands]}

@@ -1,4 +1,4 @@
-"""The state of all islands of a run, asked of them from anywhere."""
+"""Requests the state of all islands of a run, from any machine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,9 +33,10 @@ CALL_SECONDS = 5.0
 
 
 async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None) -> list[RunStatus]:
-    """The state of the runs at an address, or of the one named. `overrides` are those of an island on this machine.
+    """Return the state of the runs at an address, or only of the named run.
 
-    Raises ConfigError or InputError if there is no such run or the swarm cannot be reached.
+    `overrides` are settings of an island on this machine. Raises ConfigError or InputError if there
+    is no such run or the swarm cannot be reached.
     """
     local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
     key, proxy = load_usable_key(local.island), local.island.proxy
@@ -48,7 +49,7 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
 
 
 async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> RunStatus:
-    """Ask all islands of a run at once. Takes CALL_SECONDS at most for those that are silent."""
+    """Ask all islands of a run at once. Silent islands delay the result by at most CALL_SECONDS."""
     run = parse_swarm_config(info.config_text)
     islands: list[SeenIsland] = []
     if info.islands:
@@ -63,9 +64,9 @@ async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) ->
 async def ask_island(
     local: LocalIsland, run: RunConfig, network: Network, name: str, member: Member | None
 ) -> SeenIsland:
-    """Ask one island."""
+    """Ask one island for its status."""
     if member is None:
-        return SeenIsland(name=name, state="its record has not come: ask again")
+        return SeenIsland(name=name, state="its record has not arrived: ask again")
     address, record = member.control_addresses[0], {"round": member.round, "digest": member.digest}
     call = call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
     try:
@@ -78,14 +79,14 @@ async def ask_island(
 
 
 def explain_silence(error: OuterError) -> str:
-    """Why an island has not answered."""
+    """Return why an island has not answered."""
     if isinstance(error, MessageError):
         return f"runs another version of diloco: {first_line(error)}"
     return f"{describe_silence(error, CALL_SECONDS)}; `diloco doctor` says more"
 
 
 async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:
-    """By which way rank 0 at this address is reached from here."""
+    """Return the route by which rank 0 at this address is reached from here."""
     network = run.outer.network
     if network.has_daemon:
         return "libp2p"

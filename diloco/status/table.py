@@ -7,11 +7,11 @@ from diloco.status.run_status import RunStatus, SeenIsland
 
 COLUMNS = ("island", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "sent", "digest")
 DIGITS = 8
-"""Digits of a digest that are shown."""
+"""Number of digits of a digest that are shown."""
 
 
 def format_run(run: RunStatus) -> Iterator[str]:
-    """All lines of a run."""
+    """Yield all lines about a run."""
     yield f"Run {run.name} at {run.where}: {describe_run(run)}"
     if not run.islands:
         yield "  no island is alive: start one, or wait for one to return"
@@ -23,7 +23,7 @@ def format_run(run: RunStatus) -> Iterator[str]:
 
 
 def describe_run(run: RunStatus) -> str:
-    """How many islands there are, and how far the one ahead is."""
+    """Return how many islands there are, and how far the most advanced one is."""
     ahead = max((island.round for island in run.islands if island.round is not None), default=0)
     of = f" of {run.num_rounds}" if run.num_rounds else ""
     tokens = max((island.status.tokens for island in run.islands if island.status is not None), default=None)
@@ -33,7 +33,7 @@ def describe_run(run: RunStatus) -> str:
 
 
 def format_island(run: RunStatus, island: SeenIsland) -> tuple[str, ...]:
-    """One row of the table."""
+    """Return one row of the table."""
     training = island.training
     number = island.status.round if island.status is not None else island.round
     number, digest = UNKNOWN if number is None else str(number), island.digest[:DIGITS] or UNKNOWN
@@ -53,7 +53,7 @@ def format_island(run: RunStatus, island: SeenIsland) -> tuple[str, ...]:
 
 
 def describe_island(island: SeenIsland) -> Iterator[str]:
-    """What it does, where it is, by which way it was reached, and what happened last."""
+    """Yield what the island is doing, where it runs, how it was reached, and its latest event."""
     yield one_line(island.state)
     if (status := island.status) is not None:
         device = f"{status.ranks} ranks on" if status.ranks > 1 else "on"
@@ -66,10 +66,10 @@ def describe_island(island: SeenIsland) -> Iterator[str]:
 
 
 def describe_states(run: RunStatus) -> str:
-    """Whether islands that have committed equally many rounds hold the same state."""
+    """Return whether islands with equally many committed rounds hold the same state, as text."""
     digests = run.digests_by_round
     if not digests:
-        return "No island has told a digest yet."
+        return "No island has reported a digest yet."
     counts = {number: sum(i.round == number and bool(i.digest) for i in run.islands) for number in digests}
     if differing := [number for number, found in digests.items() if len(found) > 1]:
         rounds = ", ".join(map(str, sorted(differing)))

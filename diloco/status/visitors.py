@@ -26,9 +26,9 @@ def serve_visitors(
     device: str,
     doing: Doing | None,
 ) -> RecordsServer | None:
-    """Answer their calls from now on. `metrics` and `doing` are rank 0's, None on other ranks.
+    """Answer visitors' calls from now on. `metrics` and `doing` are rank 0's, None on other ranks.
 
-    What is returned on rank 0 must `linger` before the network closes.
+    On rank 0, the returned server must `linger` before the network closes.
     """
     DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
     if metrics is None:
@@ -55,5 +55,5 @@ def serve_visitors(
 
 
 def name_device(device: str) -> str:
-    """The name of a GPU, or the kind of processor."""
+    """Return the name of a GPU, or the kind of processor."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"

@@ -26,7 +26,10 @@ def bootstrap(
     run_key_file: Path | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, whatever becomes of the shell that started it. Prints one line per address."""
+    """Serve until SIGTERM or SIGINT, even after the end of the shell that started it.
+
+    Prints one line per address.
+    """
     _check(host, rendezvous, identity, run_key_file, folder)
     stopped = _expect_stop()
     if rendezvous == "dht":
@@ -64,8 +67,9 @@ def relay(
 
 
 def _expect_stop() -> threading.Event:
-    """What SIGTERM and SIGINT set from now on."""
-    # The end of a terminal is no request to stop. A bootstrap of `simulate` ends with it all the same (processes.py).
+    """Return an event that SIGTERM and SIGINT set from now on."""
+    # The end of a terminal is no request to stop. It still ends a bootstrap of `simulate`
+    # (processes.py).
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""`diloco join ADDRESS`: starts an island of a run of which only an address is known."""
+"""`diloco join ADDRESS`: starts an island of a run, given nothing but an address."""
 
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +20,7 @@ MAX_RESTARTS = 3
 
 
 def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -> NoReturn:
-    """Replace this process by the one that starts the ranks of the joining island."""
+    """Replace this process by the launcher of the joining island's ranks."""
     refused = [override for override in overrides if not override.startswith("island.")]
     if refused:
         raise ConfigError(f"got {refused[0]!r}; a joiner takes the run's config and may only set island.key=value")
@@ -39,9 +39,10 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
 
 
 def build_joiner_config(text: str, taken: set[str], address: str, overrides: list[str]) -> Config:
-    """The run's config with the part of this island. Its default name is the first free island-<k>.
+    """Return the run's config with the settings of this island.
 
-    Raises ConfigError if the text sets anything of an island or names files that this island would read.
+    The island's default name is the first free island-<k>. Raises ConfigError if the text sets
+    anything of an island or names files that this island would read.
     """
     run = parse_swarm_config(text)
     index = next(k for k in range(len(taken) + 1) if f"island-{k}" not in taken)
@@ -54,7 +55,10 @@ def build_joiner_config(text: str, taken: set[str], address: str, overrides: lis
 
 
 def check_folder(island_dir: Path, config: Config) -> None:
-    """Raise ConfigError if the island's folder is that of another run, whose checkpoints and names it would take."""
+    """Raise ConfigError if the island's folder belongs to another run.
+
+    The island would take that run's checkpoints and names.
+    """
     path = island_dir / "config.yaml"
     if not path.exists():
         return
@@ -90,7 +94,7 @@ def fetch_run_config(
     if not run.islands:
         name = run_name or next(iter(runs))
         raise ConfigError(
-            f"run {name!r} is known at {address}, but none of its islands is alive, so none can provide the "
-            "state; to start the run anew, start an island with `diloco train`"
+            f"run {name!r} is known at {address}, but none of its islands is alive, so none can "
+            "provide the state; to start the run again, start an island with `diloco train`"
         )
     return run.config_text, set(run.islands)

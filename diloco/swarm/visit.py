@@ -1,4 +1,4 @@
-"""Visits the islands of a run from a process that is none of them: it finds their records and can call them.
+"""Visits the islands of a run from a process that is no island: finds their records and calls them.
 
 The visitor announces no record, so the swarm does not count it as an island.
 """
@@ -27,9 +27,12 @@ from outer.network.run_key import RunKey, load_run_key
 CONNECT_SECONDS = 10.0
 """Longest wait for a swarm that does not answer."""
 RECORDS_SECONDS = 5.0
-"""How long to wait for the records of the islands that the swarm has listed."""
+"""Longest wait for the records of the islands that the swarm has listed."""
 CLOSE_SECONDS = 0.05
-"""Time for handlers of accepted connections to notice the end. asyncio logs an error for tasks that it must cancel."""
+"""Time in which handlers of accepted connections notice the end.
+
+asyncio logs an error for each task that it must cancel.
+"""
 MULTIADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)(?:/|$)")
 RENDEZVOUS = re.compile(r"tcp://(.+):([0-9]+)")
 
@@ -57,7 +60,7 @@ class LocalIsland:
 
 
 def resolve_local_island(config: Config | None, overrides_only: Config, address: str | None) -> LocalIsland:
-    """The island that the config file describes, or else the overrides and the kind of address."""
+    """Return the island of the config file, or else of the overrides and the kind of address."""
     if config is not None:
         return LocalIsland(config.run, config.for_island(config.island.index), config.outer.transport)
     island = overrides_only.for_island(overrides_only.island.index)
@@ -66,7 +69,7 @@ def resolve_local_island(config: Config | None, overrides_only: Config, address:
 
 
 def host_of(address: str) -> tuple[str, int] | None:
-    """Host and TCP port of a swarm's address; None if the address has no TCP port."""
+    """Return the host and TCP port of a swarm's address; None if the address has no TCP port."""
     found = MULTIADDRESS.match(address) or RENDEZVOUS.fullmatch(address)
     return (found[1].strip("[]"), int(found[2])) if found else None
 
@@ -77,7 +80,8 @@ def open_run_network(
     """Open a network that can call the run's islands. It announces no record and no island calls it."""
     island, folder = local.island, local.folder / run.name / local.island.label
     own = {}
-    # Islands with an allow list know this machine by its island's keys. One of libp2p has one user at a time.
+    # Islands with an allow list know this machine by its island's keys. A key of libp2p serves only
+    # one process at a time.
     if island.allow and (folder / KEY_FILE).exists():
         own["island_key"] = load_island_key(folder / KEY_FILE)
     if island.allow and (folder / "identity.key").exists() and island.label not in info.islands:
@@ -100,7 +104,10 @@ async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> 
 
 
 def load_usable_key(island: IslandConfig) -> RunKey | None:
-    """The island's run key; None if it has none or it cannot be read, which the doctor reports."""
+    """Return the island's run key.
+
+    None if there is none or it is unreadable, which the doctor reports.
+    """
     try:
         return load_run_key(island.run_key_file)
     except InputError:
@@ -108,7 +115,7 @@ def load_usable_key(island: IslandConfig) -> RunKey | None:
 
 
 async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:
-    """The records of the islands that the swarm has listed, as far as they arrive within RECORDS_SECONDS."""
+    """Return the records of the listed islands, as far as they arrive within RECORDS_SECONDS."""
     assert network.membership is not None, "rank 0 has a membership"
     deadline = time.monotonic() + RECORDS_SECONDS
     members = await network.membership.members()
@@ -119,7 +126,10 @@ async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:
 
 
 def choose_run(runs: Mapping[str, RunInfo], name: str | None, address: str) -> RunInfo:
-    """The run of this name at an address; without a name the only one there. Raises ConfigError."""
+    """Return the run of this name at an address; without a name the only one there.
+
+    Raises ConfigError.
+    """
     names = ", ".join(sorted(runs))
     if not runs:
         raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
@@ -131,5 +141,5 @@ def choose_run(runs: Mapping[str, RunInfo], name: str | None, address: str) -> R
 
 
 def describe_silence(error: BaseException, seconds: float) -> str:
-    """Why an island has not answered a call within so many seconds."""
+    """Return why an island has not answered a call within `seconds`."""
     return f"no answer within {seconds:g} s" if isinstance(error, DeadlineError) else first_line(error)

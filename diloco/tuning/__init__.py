@@ -1,1 +1,1 @@
-"""What an island chooses itself when it starts: island.auto."""
+"""The settings that an island chooses for itself when it starts: island.auto."""

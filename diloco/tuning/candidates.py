@@ -1,4 +1,4 @@
-"""The settings among which an island chooses: which fit into its memory, how fast each is, which is best."""
+"""The candidate settings of an island: which fit into its memory, how fast each is, which is best."""
 
 import os
 from dataclasses import dataclass
@@ -13,9 +13,15 @@ from inner.flops import flops_per_token
 from inner.mesh import resolve_degrees
 
 GPU_SHARE = 0.9
-"""Share of a GPU's free memory that a planned step may take: plans are within 5 %, and libraries need some, too."""
+"""Share of a GPU's free memory that a planned step may take.
+
+Plans are accurate to 5 %, and libraries need some memory, too.
+"""
 AS_FAST = 0.97
-"""Share of the best speed from which on candidates count as equally fast. Measured speeds vary by some percent."""
+"""Candidates with at least this share of the best speed count as equally fast.
+
+Measured speeds vary by some percent.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,25 @@ class Candidates:
     islands: list[IslandConfig]
     device: str
     free_bytes: float
-    """Free memory of each rank's GPU; on the CPU the host's memory counts instead."""
+    """Free memory of the GPU that has the least.
+
+    Infinite on the CPU, where the host's memory counts.
+    """
 
     def find_fitting(self) -> list[int]:
-        """Numbers of those that fit into the memory with the fewest ranks of a layer: more of them send more."""
+        """Return the numbers of the candidates that fit into memory with the lowest tensor parallel
+        degree.
+
+        Higher degrees send more.
+        """
         fitting = [number for number, island in enumerate(self.islands) if self._fits(island)]
         return [number for number in fitting if self.islands[number].mesh.tp == self.islands[fitting[0]].mesh.tp]
 
     def measure(self, numbers: list[int]) -> dict[int, float]:
-        """Tokens per second of a layer on this device, by number: its measured speed, less what is recomputed.
+        """Return the tokens per second of a layer on this device, by candidate.
 
-        Micro-batches for which there is no time are left out.
+        It is the measured speed, reduced by the share of recomputation. Micro-batches for which
+        there is no time are left out.
         """
         first = self.islands[numbers[0]]
         work = build_step_plan(self.run, first).work
@@ -52,9 +66,10 @@ class Candidates:
         return by_number
 
     def find_best(self, speeds: dict[int, float]) -> int:
-        """Of those that are about as fast as the fastest: least recomputation, then the smallest micro-batch.
+        """Return the best candidate among those about as fast as the fastest.
 
-        The formula of operations leaves out the cheap ones, which `selective` repeats.
+        It has the least recomputation, then the smallest micro-batch: the formula of FLOPs ignores
+        the cheap operations that `selective` repeats.
         """
         fast = [number for number, speed in speeds.items() if speed >= AS_FAST * max(speeds.values())]
         kinds = get_args(Recompute)
@@ -68,12 +83,12 @@ class Candidates:
 
 
 def peak_bytes(run: RunConfig, island: IslandConfig, device: str) -> int:
-    """Planned peak of an inner step on the fullest rank."""
+    """Return the planned peak memory of an inner step on the fullest rank, in bytes."""
     here = island.model_copy(update={"device": device.partition(":")[0]})
     return max(each.peak for each in build_step_plan(run, here).memory)
 
 
 def describe(island: IslandConfig) -> str:
-    """The settings as text."""
+    """Describe the settings as text."""
     mesh = resolve_degrees(island.mesh, island.ranks)
     return f"micro_batch {island.micro_batch}, recompute {island.parallel.recompute}, {mesh}"

@@ -1,4 +1,6 @@
-"""Chooses an island's micro-batch, recomputation and mesh when it first starts, as its config asks by `island.auto`."""
+"""Chooses an island's micro-batch, recomputation and mesh at its first start, as `island.auto`
+asks.
+"""
 
 import hashlib
 import json
@@ -23,10 +25,11 @@ FILE = "chosen.json"
 
 
 def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: RankGroup, folder: Path) -> IslandConfig:
-    """The island with the settings that its config leaves to it; every rank must call it together.
+    """Return the island with the settings that its config leaves open.
 
-    A later start in the same `folder`, with the same ranks and kind of device, takes the same ones, so that a run that
-    is resumed goes on bit for bit. Raises ConfigError if no setting fits into the memory.
+    Every rank must call it together. A later start in the same `folder`, with the same ranks and
+    kind of device, takes the same settings, so that a resumed run goes on bit for bit. Raises
+    ConfigError if no setting fits into the memory.
     """
     if not island.auto:
         return island
@@ -44,19 +47,22 @@ def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: Ra
 
 
 def _free_bytes(device: str) -> float:
-    """Free memory of this rank's GPU; on the CPU the host's memory is looked at instead."""
+    """Return the free bytes of this rank's GPU.
+
+    Infinity on the CPU, where the host's memory counts.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else float("inf")
 
 
 def _key(run: RunConfig, island: IslandConfig, device: str) -> str:
-    """A hash of what a choice depends on, except for memory and speed, which vary from start to start."""
+    """Return a hash of all that a choice depends on, except for memory and speed, which vary."""
     kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     settings = island.model_dump_json(include={"ranks", "auto", "mesh", "parallel", "micro_batch", "compute_dtype"})
     return hashlib.sha256(f"{run.hash} {settings} {kind}".encode()).hexdigest()[:32]
 
 
 def _read(path: Path, key: str) -> int | None:
-    """Number of the candidate that an earlier start has chosen; None if there was none with this key."""
+    """Return the number of the candidate that an earlier start chose; None if none has this key."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -65,20 +71,24 @@ def _read(path: Path, key: str) -> int | None:
 
 
 def _choose(candidates: Candidates) -> tuple[int, str]:
-    """Number of the best candidate, and the reason as text. Raises ConfigError if none fits."""
+    """Return the number of the best candidate, and the reason as text.
+
+    Raises ConfigError if none fits.
+    """
     number_of_all, last = len(candidates.islands), candidates.islands[-1]
     fitting = candidates.find_fitting()
     if not fitting:
         raise ConfigError(
-            f"island.auto: none of {number_of_all} settings fits into the memory of {last.label!r}; the smallest, "
-            f"{describe(last)}, needs {human_bytes(peak_bytes(candidates.run, last, candidates.device))} a rank for an "
+            f"island.auto: none of {number_of_all} settings fits into the memory of "
+            f"{last.label!r}; the smallest, {describe(last)}, needs "
+            f"{human_bytes(peak_bytes(candidates.run, last, candidates.device))} per rank for an "
             "inner step; use more ranks or a smaller model"
         )
     speeds = candidates.measure(fitting)
     best = candidates.find_best(speeds)
     island = candidates.islands[best]
     return best, (
-        f"{describe(island)}; {len(speeds)} of {number_of_all} candidates were compared, a layer does "
-        f"{human_count(speeds[best])} tokens/s, an inner step is planned to need "
-        f"{human_bytes(peak_bytes(candidates.run, island, candidates.device))} a rank"
+        f"{describe(island)}; {len(speeds)} of {number_of_all} candidates were compared, a layer "
+        f"does {human_count(speeds[best])} tokens/s, an inner step is planned to need "
+        f"{human_bytes(peak_bytes(candidates.run, island, candidates.device))} per rank"
     )

@@ -1,4 +1,4 @@
-"""Measures how fast a layer of the model is on this rank's device, by the size of the micro-batch."""
+"""Measures the speed of a layer of the model on this rank's device, by the size of the micro-batch."""
 
 import time
 from dataclasses import replace
@@ -11,16 +11,16 @@ from inner.model.transformer import Block
 
 WARM_UP, TIMED = 1, 3
 SECONDS_IN_ALL = 20.0
-"""After this time no larger micro-batch is tried."""
+"""After this time no larger micro-batch is measured."""
 
 
 def measure_layer_speeds(
     sizes: ModelSizes, positions: int, micro_batches: list[int], device: str, dtype: str
 ) -> dict[int, float]:
-    """Tokens per second of one layer's forward and backward, by micro-batch, smaller ones first.
+    """Return the tokens per second of one layer's forward and backward, by micro-batch.
 
-    `positions` of each sequence are on this rank; `dtype` is named as in torch. Those for which there is time are
-    measured, the smallest in any case.
+    `positions` of each sequence are on this rank; `dtype` is a name of torch's. The smallest
+    micro-batch is always measured, larger ones in turn until SECONDS_IN_ALL have passed.
     """
     block = Block(replace(sizes, num_layers=1)).to(device=device, dtype=getattr(torch, dtype))
     rope_2SE = rope_table(sizes, torch.arange(positions), positions).to(device)
@@ -36,7 +36,7 @@ def measure_layer_speeds(
 
 
 def _time_layer(block: Block, x_BSD: torch.Tensor, rope_2SE: torch.Tensor) -> float:
-    """Seconds of a forward and a backward."""
+    """Return the seconds of one forward and backward."""
     _synchronise(x_BSD)
     begun = time.perf_counter()
     block(x_BSD.requires_grad_(), rope_2SE).sum().backward()

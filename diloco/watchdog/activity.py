@@ -7,9 +7,12 @@ from time import monotonic
 from outer.network.deadlines import Deadlines
 
 FIRST_SECONDS = 1500.0
-"""Limit of the first pieces of work of a kind, which compile and fill caches; below the time-out of collectives."""
+"""Limit of the first pieces of work of a kind, which compile and fill caches.
+
+It is below the time-out of collectives.
+"""
 FLOOR_SECONDS = 300.0
-"""Shortest time by which work must exceed the usual time before it counts as a hang."""
+"""Least time by which work must exceed its usual time before it counts as a hang."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +22,25 @@ class Work:
     kind: str
     limit_seconds: float | None
     has_beats: bool = False
-    """Whether the limit is not for all of the work, but for the time without a sign of life (`beat`)."""
+    """Whether the limit is for the time without a sign of life (`beat`), not for all of the work.
+    """
 
 
 class ActivityMonitor:
     """Holds the current work of the training thread. Any thread may read `work`."""
 
     def __init__(self, limit_seconds: float | None = None, clock: Callable[[], float] = monotonic) -> None:
-        """`limit_seconds` applies to all work but the first of a kind; None derives it from recent times."""
+        """`limit_seconds` applies to all work but the first of a kind.
+
+        None derives it from recent times.
+        """
         self._fixed, self._clock = limit_seconds, clock
         self._deadlines = Deadlines(FIRST_SECONDS)
         self._began_at = clock()
         self.work = Work("setting up", None)
-        """The current work; a new object for each piece."""
+        """The current work; each piece is a new object."""
         self.num_beats = 0
-        """Signs of life so far."""
+        """Number of signs of life so far."""
 
     def start(self, kind: str) -> None:
         """End the current work and start the next piece."""
@@ -41,20 +48,21 @@ class ActivityMonitor:
         self.work = Work(kind, self._limit(kind))
 
     def start_untimed(self, kind: str) -> None:
-        """End the current work and start one that has deadlines of its own, such as a round's wait for islands."""
+        """End the current work and start work with its own deadlines, such as waiting for islands."""
         self._end()
         self.work = Work(kind, None)
 
     def start_beating(self, kind: str, longest_seconds: float) -> None:
-        """End the current work and start one that lasts as long as it shows signs of life.
+        """End the current work and start work that may last as long as it shows signs of life.
 
-        `longest_seconds`: the longest of its waits that has a deadline of its own and shows none.
+        `longest_seconds` is its longest wait that has a deadline of its own and shows no sign of
+        life.
         """
         self._end()
         self.work = Work(kind, longest_seconds + (self._fixed or FLOOR_SECONDS), has_beats=True)
 
     def beat(self) -> None:
-        """The current work is alive. Any thread may call it."""
+        """Note a sign of life of the current work. Any thread may call it."""
         self.num_beats += 1
 
     @property
@@ -69,7 +77,10 @@ class ActivityMonitor:
         self._began_at = now
 
     def _limit(self, kind: str) -> float:
-        """Median + k x MAD + FLOOR_SECONDS of the last times, once three of this kind have been measured."""
+        """Return the limit of work of this kind, in seconds.
+
+        It is the median + k x MAD + FLOOR_SECONDS of the last times, once three have been measured.
+        """
         if self._deadlines.typical(kind) is None:
             return max(FIRST_SECONDS, self._fixed or 0.0)
         return self._fixed or FLOOR_SECONDS + self._deadlines.limit(kind)

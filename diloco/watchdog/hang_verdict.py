@@ -1,8 +1,9 @@
-"""Diagnoses why an island hangs: finds the ranks that did not enter a collective in which others wait.
+"""Diagnoses why an island hangs: finds the ranks that did not enter a collective with the others.
 
-gloo's collectives block the training thread, so a rank waits in the last one that it has entered. NCCL's only enqueue a
-kernel: the training thread goes on, enqueues more, and waits where it reads a number from the GPU. What the rank waits
-for is the first collective of a group that has not completed.
+gloo's collectives block the training thread, so a rank waits in the last one that it has entered.
+NCCL's collectives only enqueue a kernel: the training thread goes on, enqueues more, and waits
+where it reads a number from the GPU. It then waits for the first collective of a group that has not
+completed.
 """
 
 import re
@@ -13,22 +14,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GroupState:
-    """The collective that a rank waits for in a process group, or else its last one, by torch's flight recorder."""
+    """A rank's state in a process group, by torch's flight recorder.
+
+    It is the collective that the rank waits for, or else the rank's last one.
+    """
 
     name: str
-    """Of the group and its backend: a group may have one for each type of device, with sequences of their own."""
+    """Name of the group and its backend.
+
+    A group may have a backend for each type of device, with sequences of their own.
+    """
     purpose: str
     ranks: tuple[int, ...]
     sequence: int
     entered: int
-    """Sequence number of the last collective that the rank has entered, with NCCL enqueued."""
+    """Sequence number of the last collective that the rank has entered; with NCCL, has enqueued."""
     operation: str
     is_waiting: bool
     """Whether the collective has not completed yet."""
 
     @property
     def blocks(self) -> bool:
-        """Whether the rank's thread waits in the collective itself."""
+        """Whether the rank's thread waits inside the collective itself."""
         return self.is_waiting and not self.operation.startswith("nccl:")
 
     def __str__(self) -> str:
@@ -37,14 +44,17 @@ class GroupState:
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of a rank: the current work of its training thread, its duration so far, and the line in execution."""
+    """The state of a rank: its training thread's work, for how many seconds, and the current line."""
 
     rank: int
     work: str
     seconds: float
     location: str
     may_wait: bool
-    """Whether that line is in torch or reads a tensor, and so may wait for other ranks: not all waits are recorded."""
+    """Whether the line is in torch or reads a tensor, and so may wait for other ranks.
+
+    Not all waits are recorded.
+    """
     groups: tuple[GroupState, ...] = ()
 
     @property
@@ -54,7 +64,10 @@ class RankState:
 
     @property
     def is_held(self) -> bool:
-        """Whether one of them keeps the rank from entering others. NCCL's do only where the thread waits for them."""
+        """Whether a collective keeps the rank from entering others.
+
+        NCCL's collectives do so only where the thread waits for them.
+        """
         return any(group.blocks for group in self.waits) or (bool(self.waits) and self.may_wait)
 
     def __str__(self) -> str:
@@ -70,9 +83,10 @@ def from_values(values: dict[str, Any]) -> RankState:
 def group_states(
     entries: Iterable[Mapping[str, Any]], groups: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[GroupState]:
-    """The state of each of the island's process groups, from a trace of torch's flight recorder.
+    """Return the states of the island's process groups, from torch's flight recorder.
 
-    `entries` is the trace in the order in which the collectives began; `groups` has purpose and ranks by group name.
+    `entries` is the recorder's trace in the order in which the collectives began; `groups` has the
+    purpose and ranks by group name.
     """
     found: dict[str, GroupState] = {}
     for entry in entries:
@@ -90,12 +104,18 @@ def group_states(
 
 
 def is_complete(entry: Mapping[str, Any]) -> bool:
-    """Whether a collective of the trace is over. Gloo's are retired then; NCCL's kernels are also asked themselves."""
+    """Return whether a collective of the trace has completed.
+
+    gloo's collectives are retired then; the recorder also asks NCCL's kernels for their state.
+    """
     return entry["retired"] or entry["state"] == "completed"
 
 
 def verdict(states: Mapping[int, RankState], num_ranks: int) -> str:
-    """One line that names the ranks that keep the others waiting. `states` has the ranks that have answered."""
+    """Return one line that names the ranks for which the others wait.
+
+    `states` has the ranks that have answered.
+    """
     silent = [rank for rank in range(num_ranks) if rank not in states]
     absent = {
         rank: group for rank, group in find_absences(states).items() if rank in silent or not states[rank].is_held
@@ -103,17 +123,17 @@ def verdict(states: Mapping[int, RankState], num_ranks: int) -> str:
     if absent:
         return "; ".join(describe_absence(rank, group, states) for rank, group in sorted(absent.items()))
     if silent:
-        return f"rank {format_ranks(silent)} did not answer: frozen, dead or without its interpreter"
+        return f"rank {format_ranks(silent)} did not answer: frozen, dead, or with a blocked interpreter"
     waiting = [state for state in states.values() if state.waits]
     if waiting:
         waits = "; ".join(f"rank {state.rank} in {state.waits[0]}" for state in waiting)
-        return f"every rank waits for others, in different collectives or over a network that is gone: {waits}"
+        return f"every rank waits for others, in different collectives or over a broken network: {waits}"
     busy = [state for state in states.values() if not state.may_wait] or list(states.values())
     return "no collective is waited for; " + "; ".join(str(state) for state in busy)
 
 
 def find_absences(states: Mapping[int, RankState]) -> dict[int, GroupState]:
-    """For each absent rank a collective that it has not entered and in which other ranks of the group wait."""
+    """Return, for each absent rank, a collective that it has not entered and that others wait in."""
     absent: dict[int, GroupState] = {}
     for state in states.values():
         for group in state.waits:
@@ -125,18 +145,18 @@ def find_absences(states: Mapping[int, RankState]) -> dict[int, GroupState]:
 
 
 def describe_absence(rank: int, group: GroupState, states: Mapping[int, RankState]) -> str:
-    """One line that says where a rank is instead of in the collective `group`."""
+    """Return one line about where a rank is instead of in the collective `group`."""
     waiting = [s.rank for s in states.values() if any(g.name == group.name for g in s.waits)]
-    where = str(states[rank]) if rank in states else "it did not answer: frozen, dead or without its interpreter"
-    return f"rank {rank} did not come to {group}, where rank {format_ranks(waiting)} waits; {where}"
+    where = str(states[rank]) if rank in states else ("it did not answer: frozen, dead, or with a blocked interpreter")
+    return f"rank {rank} did not enter {group}, in which rank {format_ranks(waiting)} waits; {where}"
 
 
 def reads_tensor(code: str) -> bool:
-    """Whether an expression in execution copies a tensor to the host, which waits for all that the GPU has to do."""
+    """Return whether an expression copies a tensor to the host, which waits for all GPU work."""
     return re.search(r"\.(item|tolist|cpu|synchronize)\(\)$", code) is not None
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """The ranks in one line, shortened if there are more than 16."""
+    """Return the ranks in one line, shortened if there are more than 16."""
     shown = " ".join(str(rank) for rank in sorted(ranks)[:16])
     return shown + (f" ... ({len(ranks)} in all)" if len(ranks) > 16 else "")

@@ -1,8 +1,9 @@
-"""Where the time of a rank's training thread goes, so that a rank that holds up its island can be named.
+"""Measures where a rank's training thread spends its time, to find the rank that delays its island.
 
-Ranks of an island wait for each other in every inner step, so all of them take equally long. The one that the others
-wait for is the one that waits least: it reads, computes, or has no processor, while they stand in a collective. On a
-GPU the training thread only enqueues work, so its waits for the device count as waits.
+Ranks of an island wait for each other in every inner step, so all of them take equally long. The
+rank that delays the others is the one that waits least: it reads, computes, or has no processor,
+while the others wait in a collective. On a GPU the training thread only enqueues work, so its waits
+for the device count as waits.
 """
 
 import time
@@ -11,10 +12,13 @@ from collections.abc import Callable, Sequence
 from outer.space.ranks import RankGroup
 
 MOST_RANKS = 32
-"""Of more ranks only those that waited least are recorded."""
+"""Most ranks that are recorded: those that waited least."""
 SCHEDSTAT = "/proc/thread-self/schedstat"
 Times = list[float]
-"""Seconds: in inner steps; in these reading text, computing, ready without a processor; between steps."""
+"""Seconds in inner steps; of these reading text, computing, ready without a processor.
+
+Between steps.
+"""
 
 
 class RankTimes:
@@ -26,18 +30,18 @@ class RankTimes:
         processor: Callable[[], float] = time.thread_time,
         ready: Callable[[], float] | None = None,
     ) -> None:
-        """`ready` tells for how long the thread has been ready to run and had no processor."""
+        """`ready` returns the seconds for which the thread has been ready but without a processor."""
         self._clocks = (clock, processor, ready or read_ready_seconds)
         self._began, self._ended = (0.0, 0.0, 0.0), clock()
         self._sums: Times = [0.0] * 5
 
     def begin(self) -> None:
-        """An inner step begins, with the reading of its text."""
+        """Note the start of an inner step, before its text is read."""
         self._began = self._look()
         self._sums[4] += self._began[0] - self._ended
 
     def end(self, data_seconds: float) -> None:
-        """The step has ended; it waited so long for its text."""
+        """Note the end of the step, which waited `data_seconds` for its text."""
         now = self._look()
         seconds, computing, ready = (after - before for after, before in zip(now, self._began, strict=True))
         for place, value in enumerate((seconds, data_seconds, computing, ready)):
@@ -45,7 +49,7 @@ class RankTimes:
         self._ended = now[0]
 
     def take(self) -> Times:
-        """The sums since the last call."""
+        """Return the sums since the last call, and begin new ones."""
         sums, self._sums = self._sums, [0.0] * 5
         return sums
 
@@ -55,28 +59,38 @@ class RankTimes:
 
 
 def gather_times(times: RankTimes, ranks: RankGroup) -> list[list[float]]:
-    """For each rank of the island its number and its times since the last call. Every rank must call it together.
+    """Return each rank's number and its times since the last call.
 
-    Empty for an island of one rank, in which nobody waits.
+    Every rank must call it together. The list is empty for an island of one rank, in which nobody
+    waits.
     """
     return [] if ranks.num_ranks == 1 else rows_of(ranks.gather(times.take()))
 
 
 def rows_of(times: Sequence[Times]) -> list[list[float]]:
-    """Rows of a RoundRecord: rank and times, in milliseconds' precision; of many ranks those that waited least."""
+    """Return the rows of a RoundRecord: rank and times, rounded to milliseconds.
+
+    If there are many ranks, only those that waited least have a row.
+    """
     rows = [[float(rank), *(round(value, 3) for value in own)] for rank, own in enumerate(times)]
     return sorted(sorted(rows, key=waited)[:MOST_RANKS])
 
 
 def waited(row: Sequence[float]) -> float:
-    """Seconds that the rank of a row stood in steps and neither read, nor computed, nor lacked a processor, less the
-    time between steps, in which the others waited for it."""
+    """Return how long a row's rank waited for others, less the time that others waited for it.
+
+    In a step, a rank waits for others when it neither reads, nor computes, nor lacks a processor.
+    Between steps, the others wait for it.
+    """
     _, seconds, data, computing, ready, between = row
     return seconds - data - computing - ready - between
 
 
 def read_ready_seconds() -> float:
-    """How long this thread has been ready and had no processor; 0 where the system does not tell."""
+    """Return how long this thread has been ready without a processor.
+
+    0 if the system does not report it.
+    """
     try:
         with open(SCHEDSTAT) as file:
             return int(file.read().split()[1]) / 1e9

@@ -39,7 +39,8 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 20.0
 """How long ranks wait for one another's states, and then for the report of the verdict."""
 WRITE_SECONDS = 5.0
-"""How long the rank that reports the verdict waits for the others to write it."""
+"""How long the rank that reports the verdict waits until the others have written it to their files.
+"""
 END_SECONDS = 2 * ANSWER_SECONDS + 5.0
 """Longest time from the alarm to the end of the process, even if no other rank answers."""
 
@@ -76,14 +77,15 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         if self._is_ending.is_set():
-            # The end of another rank has broken the collective here. That error must not end this rank in place of the
-            # hang, neither in the logbook nor as the exit status: wait until the watchdog ends the process.
+            # The end of another rank has broken the collective in this rank. The resulting error
+            # must not replace the hang in the logbook or in the exit status: wait until the
+            # watchdog ends the process.
             threading.Event().wait()
 
     def _watch(self) -> None:
         is_over = False
         while not is_over:
-            # A moment without memory must not end the one thread that ends what stands still.
+            # A moment without memory must not end the only thread that can end a hung rank.
             with suppress(MemoryError):
                 self._watch_until_over()
                 is_over = True
@@ -105,7 +107,10 @@ class Watchdog:
                 self._end(self._alarm)
 
     def _listen(self) -> None:
-        """Poll for another rank's alarm. It has its own thread because the store of a lost machine never answers."""
+        """Poll for another rank's alarm.
+
+        A thread of its own: the store of a lost machine never answers.
+        """
         while self._alarm is None and not self._is_over.wait(POLL_SECONDS):
             try:
                 self._alarm = self._store.get("cause").decode() if self._store.check(["cause"]) else None
@@ -114,7 +119,7 @@ class Watchdog:
                 log.debug("the ranks' store does not answer: %s", error)
 
     def _end(self, cause: str) -> NoReturn:
-        """Say what hangs, with the other ranks, and end the process in any case."""
+        """Find and report what hangs, together with the other ranks; end the process in any case."""
         self._is_ending.set()
         end_after(partial(self._explain, cause), HUNG, END_SECONDS)
 
@@ -158,7 +163,7 @@ class Watchdog:
             self._wait_for("reported", ANSWER_SECONDS)
 
     def _gather_states(self) -> dict[int, RankState]:
-        """The states of the ranks that answer in time."""
+        """Return the states of the ranks that answer in time."""
         deadline, states = time.monotonic() + ANSWER_SECONDS, {}
         for rank in range(self._watched.num_ranks):
             if self._wait_for(f"state/{rank}", deadline - time.monotonic()):
@@ -166,7 +171,7 @@ class Watchdog:
         return states
 
     def _wait_for(self, key: str, seconds: float) -> bool:
-        """Whether the key is set within `seconds`."""
+        """Wait until the key is set, for at most `seconds`; return whether it is set."""
         return retry_blocking(lambda: self._store.check([key]), seconds=seconds, pause_seconds=0.05)
 
     def _state(self) -> RankState:
@@ -187,7 +192,7 @@ def write_dump(path: Path, cause: str, state: RankState) -> None:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """The last collectives of this process from torch's flight recorder, in the order in which they began."""
+    """Return this process's last collectives by torch's flight recorder, in the order they began."""
     # If torch is built with NCCL, NCCL has a recorder of its own.
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     traces = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps if dump is not None]
@@ -196,14 +201,14 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def island_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Purpose and ranks of each process group that this rank is in, by the group's name."""
+    """Return the purpose and ranks of each process group of this rank, by the group's name."""
     world = dist.distributed_c10d._world
     ranks = world.pg_group_ranks
     return {name: (group.group_desc, tuple(sorted(ranks[group]))) for group, name in world.pg_names.items()}
 
 
 def find_location(thread: int) -> tuple[str, bool]:
-    """The `file:line in function` that a thread is executing, and whether it may wait there for other ranks."""
+    """Return the `file:line in function` that a thread executes, and whether it may wait for ranks."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False
@@ -213,7 +218,10 @@ def find_location(thread: int) -> tuple[str, bool]:
 
 
 def expression_of(frame: FrameType) -> str:
-    """The part of its line that a frame is executing, such as `sums.tolist()`; empty if the source is not there."""
+    """Return the part of its line that a frame executes, such as `sums.tolist()`.
+
+    Empty without source.
+    """
     line, _, first, last = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     # Columns count bytes.
     text = linecache.getline(frame.f_code.co_filename, line or 0).encode()

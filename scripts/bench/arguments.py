@@ -24,7 +24,7 @@ def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Argparse type for a comma-separated list of whole numbers."""
+    """Parse a comma-separated list of whole numbers, as an argparse type."""
     return [int(word) for word in text.split(",")]
 
 
@@ -35,8 +35,9 @@ def add_torchft_python(parser: argparse.ArgumentParser) -> None:
         "--torchft-python",
         default=sys.executable,
         metavar="PATH",
-        help=f"Python with torchft, torch and what this project needs; default: this one. To make one: {told}, where "
-        f"SITE is the folder of this project's own packages, so that all contestants use the same torch",
+        help="a Python with torchft, torch and this project's dependencies; default: this one. To "
+        f"create one: {told}, where SITE is the folder of this project's installed packages: "
+        "then all contestants use the same torch",
     )
 
 

@@ -2,8 +2,9 @@
 
     python -m scripts.bench.audit [--islands 2,4,8] [--audits 0,0.1,1] [--codec int8] [--million 2] [--rounds 5]
 
-Islands are objects of one process, which reduce over loopback; nothing else of a round is measured. CPU time is that of
-the whole process divided by the islands. `sent` is what an island sends on average, as its transport counts it.
+Islands are objects of one process, which reduce over loopback; nothing else of a round is measured.
+The CPU time of the whole process is divided by the number of islands. `sent` is the mean number of
+bytes that an island sends, counted by its transport.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def main() -> None:
     """Print the table."""
     args = _arguments()
     torch.set_num_threads(1)
-    print(f"{args.million}M elements in {args.codec}, {args.rounds} rounds; torch {torch.__version__}, 1 thread an op")
+    print(f"{args.million}M elements in {args.codec}, {args.rounds} rounds; torch {torch.__version__}, 1 thread per op")
     print("".join(f"{column:>10}" for column in COLUMNS), flush=True)
     for num_islands in args.islands:
         plain_bytes = None
@@ -103,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--audits", type=_numbers, default=[0.0, 0.1, 1.0], help="values of outer.audit, 0 first")
     parser.add_argument("--codec", default="int8", help="outer.codec")
     parser.add_argument("--million", type=int, default=2, help="millions of elements to reduce")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after one that is not")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of measured rounds, after one that is not measured"
+    )
     return parser.parse_args()
 
 
@@ -114,7 +117,10 @@ def _numbers(text: str) -> list[float]:
 async def _measure(
     config: OuterConfig, num_islands: int, num_elements: int, num_rounds: int
 ) -> tuple[float, float, float, float, float]:
-    """(CPU seconds, wall seconds, bytes sent, parts audited, bytes kept) of a round, for an island on average."""
+    """Return CPU seconds, wall seconds, bytes sent, parts audited and bytes kept.
+
+    All are means per island and round, except for the wall seconds, which are per round.
+    """
     space = build_space([Weight("w", (num_elements,))], config)
     hub, names = Hub(), KnownNames()
     islands = [Island(hub, f"island-{index}", config, space, names) for index in range(num_islands)]

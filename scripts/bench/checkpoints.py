@@ -1,9 +1,10 @@
-"""What it costs to read a checkpoint without running its pickles, and to sign it, beside torch's own reader.
+"""What it costs to read a checkpoint without unpickling, and to sign it, beside torch's reader.
 
     python -m scripts.bench.checkpoints [--elements N] [--tensors N] [--repeat N]
 
-Saves tensors with torch.distributed.checkpoint and reads them in turn with torch's FileSystemReader, which unpickles
-the index, and with ours. Times are of the processor, in turn; a ratio above 1 means that ours takes longer.
+Saves tensors with torch.distributed.checkpoint. Torch's FileSystemReader, which unpickles the
+index, and our reader load them in turn. Times are processor times; a ratio above 1 means that ours
+takes longer.
 """
 
 import argparse

@@ -58,8 +58,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--elements", type=int, default=262144, help="elements of the part")
-    parser.add_argument("--repeat", type=int, default=200, help="measurements of each action")
+    parser.add_argument("--elements", type=int, default=262144, help="number of elements of the part")
+    parser.add_argument("--repeat", type=int, default=200, help="number of measurements of each action")
     return parser.parse_args()
 
 
@@ -69,7 +69,9 @@ def _cells(seconds: float, baseline: float | None, num_bytes: int) -> str:
 
 
 def _build_operations(values: torch.Tensor) -> tuple[dict[tuple[str, str], Operation], dict[str, float]]:
-    """Operations to measure by (printed name, direction), and the bits per element of each codec."""
+    """Build the operations to measure, by (printed name, direction), and the codecs' bits per
+    element.
+    """
     narrow = values.bfloat16()
     actions: dict[tuple[str, str], Operation] = {
         ("torch bf16", "encode"): values.bfloat16,
@@ -114,7 +116,10 @@ def _extract_uniform8(coded: Any) -> torch.Tensor:
 
 
 def _median_seconds(actions: dict[tuple[str, str], Operation], repeat: int) -> dict[tuple[str, str], float]:
-    """Median time of each operation. They take turns, so that a busy machine affects all of them alike."""
+    """Return the median seconds of each operation.
+
+    The operations take turns, so that a busy machine affects all of them alike.
+    """
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in actions}
     for _ in range(repeat):
         for name, action in actions.items():

@@ -1,6 +1,7 @@
-"""What `scripts/bench/outer.py` measures: reduces, and whole synchronisations of DiLoCo. Each is one island of a group.
+"""The contestants of `scripts/bench/outer.py`: reduces, and whole synchronisations of DiLoCo.
 
-A synchronisation begins with the local params after inner steps and ends with the next global params in their place.
+Each object is one island of a group. A synchronisation begins with the local params after inner
+steps, and ends when the next global params have replaced them.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "int8": 2e-2, "int4": 0.3}
 
 
 class WrongResult(Exception):
-    """A contestant reported success, but its result is not the one that is asked for."""
+    """A contestant reported success, but its result is wrong."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class IslandSpec:
     bootstrap: list[str]
     """The `bootstrap` of island 0; empty for island 0 itself."""
     relays: Sequence[str] = ()
-    """Relays by which alone the others reach this island, or none."""
+    """Relays through which alone the other islands reach this one, or none."""
 
     def values(self, index: int | None = None) -> torch.Tensor:
-        """The fp32 values of an island, by default this one: what it reduces, and its inner steps' progress."""
+        """Return the fp32 values of an island, by default of this one.
+
+        They are what the island reduces, and the progress of its inner steps.
+        """
         generator = torch.Generator().manual_seed(self.index if index is None else index)
         return torch.randn(self.num_params, generator=generator).mul_(1e-3)
 
@@ -65,21 +69,25 @@ class Contestant(Protocol):
         ...
 
     def digest(self) -> str:
-        """Digest of the result if all islands must have equal bits, else "". Raises WrongResult."""
+        """Return the digest of the result if all islands must have equal bits, else "".
+
+        Raises WrongResult.
+        """
         ...
 
     def sent_bytes(self) -> int | None:
-        """Bytes sent so far by the contestant's own count, or None if it has no counter."""
+        """Return the bytes sent so far by the contestant's own count; None if it has no counter."""
         ...
 
     def close(self) -> None: ...
 
 
 class FakeModel:
-    """Local params that fake inner steps move by `spec.values()`, and the global params that must come of them.
+    """Local params that fake inner steps move by `spec.values()`, and the global params to expect.
 
-    All islands begin at zero, and each synchronisation is followed by the same inner steps. The outer step is Nesterov
-    SGD with OUTER, done here on the first elements in plain torch.
+    All islands begin at zero, and each synchronisation is followed by the same inner steps. The
+    expected outer step is Nesterov SGD with OUTER, computed here on the first elements in plain
+    torch.
     """
 
     def __init__(self, spec: IslandSpec, tensors: list[torch.Tensor]) -> None:
@@ -101,7 +109,10 @@ class FakeModel:
 
     @torch.no_grad()
     def digest(self) -> str:
-        """Digest of the local params after a synchronisation. Raises WrongResult if they are not as they must be."""
+        """Return the digest of the local params after a synchronisation.
+
+        Raises WrongResult if they differ from the expected params.
+        """
         found = torch.cat([values.flatten()[:CHECKED] for values in self.tensors])[:CHECKED]
         error = ((found - self._expected).norm() / self._expected.norm()).item()
         if not error <= self._tolerance:
@@ -113,7 +124,10 @@ class FakeModel:
 
 
 def build_shapes(num_params: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's matrices, and of a vector that makes them `num_params` elements in all."""
+    """Return names and shapes of a model's matrices, and of a vector with the remaining elements.
+
+    Together they have `num_params` elements.
+    """
     rows, vector = divmod(num_params, LAYER[1])
     num_layers, last = divmod(rows, LAYER[0])
     shapes = [*[LAYER] * num_layers, *[(last, LAYER[1])] * (last > 0)]
@@ -122,7 +136,10 @@ def build_shapes(num_params: int) -> dict[str, tuple[int, ...]]:
 
 
 def open_store(spec: IslandSpec) -> tuple[dist.TCPStore, list[str]]:
-    """The store in which a group of torch.distributed meets, which island 0 keeps, and its address."""
+    """Open the store in which a group of torch.distributed meets, and return it with its address.
+
+    Island 0 serves the store.
+    """
     if spec.bootstrap:
         host, _, port = spec.bootstrap[0].rpartition(":")
         return dist.TCPStore(host, int(port), is_master=False), spec.bootstrap

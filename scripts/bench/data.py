@@ -150,7 +150,7 @@ def drop_page_cache(files: list[Path]) -> None:
 
 
 def time_action(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds that the action takes by the clock."""
+    """Run the action, and return its seconds by the clock."""
     started_at = clock()
     action()
     return clock() - started_at
@@ -176,7 +176,7 @@ def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
 
 
 def compare_once(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of prepare, then of datasets.map."""
+    """Return the (wall, CPU) seconds of prepare, then of datasets.map."""
     costs = []
     for side in (run_prepare, run_datasets):
         began = cpu_seconds()
@@ -187,7 +187,7 @@ def compare_once(text: Path, tokenizer: Path, folder: Path, processes: int) -> l
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in usage)
 

@@ -1,10 +1,11 @@
-"""What attention within documents costs: with each document by itself, and with a mask of all pairs of positions.
+"""What attention within documents costs: one by one, and with a mask of all pairs of positions.
 
     python -m scripts.bench.documents [--lengths 512,2048,8192] [--document 300] [--steps 3]
 
-A step is the forward and backward of a small model over one sequence of random documents. Contestants are processes of
-one thread, which take turns. CPU time is that of a step, the median of all but the first; memory is by how much the
-process grew from before the first step to its peak. Ratios are to `causal`, which ignores documents.
+A step is the forward and backward of a small model over one sequence of random documents.
+Contestants are processes of one thread, which take turns. CPU time is the median of all steps but
+the first. Memory is the growth of the process from before the first step to its peak. Ratios are to
+`causal`, which ignores documents.
 """
 
 import argparse
@@ -34,12 +35,12 @@ def main() -> None:
     """Print a table with a row for each length and contestant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--lengths", type=whole_numbers, default=[512, 2048, 8192], help="positions, comma-separated")
-    parser.add_argument("--document", type=int, default=300, help="mean tokens of a document")
+    parser.add_argument("--document", type=int, default=300, help="mean number of tokens per document")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     args = parser.parse_args()
     # A fork hangs if its parent has run OpenMP on several threads.
     torch.set_num_threads(1)
-    print("| positions | attention | CPU s a step | over causal | grew by, MB | over causal |")
+    print("| positions | attention | CPU s per step | over causal | grew by, MB | over causal |")
     print("|---|---|---|---|---|---|")
     for seq_len in args.lengths:
         _print_rows(seq_len, args.document, args.steps)
@@ -63,7 +64,7 @@ def _close(pool: Pool) -> int:
 
 
 class _Contestant:
-    """The one of this process."""
+    """The contestant of this process."""
 
     model: Transformer
     batch: MicroBatch
@@ -86,7 +87,7 @@ def _prepare(what: str, seq_len: int, mean_length: int) -> None:
 
 
 def _step() -> float:
-    """CPU seconds of a forward and backward."""
+    """Make one forward and backward, and return its CPU seconds."""
     started = time.process_time()
     tokens_BS, targets_BS, packing = _Contestant.batch
     _Contestant.model(tokens_BS, targets_BS=targets_BS, packing=packing).backward()
@@ -98,12 +99,12 @@ def _growth() -> int:
 
 
 def _peak() -> int:
-    """Bytes of this process at its largest."""
+    """Return the peak memory of this process, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _mask_all_pairs(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None) -> Tensor:
-    """What `causal_attention` was before it took documents one by one."""
+    """Compute what `causal_attention` computed before it took documents one by one."""
     assert packing is not None
     documents_BS = torch.from_numpy(packing.sequences_BT)
     seen_B1SS = (documents_BS[:, None, :, None] == documents_BS[:, None, None, :]).tril()

@@ -98,7 +98,7 @@ def make_fake_steps(outer: OuterLoop, params: FakeParams, seat: FakeIslandSpec) 
 
 
 def received_bytes() -> int:
-    """Bytes of frames received in this network namespace."""
+    """Return the bytes of frames received in this network namespace."""
     lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
     return int(lines[0][1]) if lines else 0
 

@@ -38,7 +38,7 @@ class Join:
     num_params: int
     began: float
     entered: float
-    """Unix time at which the joiner had its state."""
+    """Unix time at which the joiner had received its state."""
     wire_bytes: int
     state_round: int
     first_round: int
@@ -47,7 +47,7 @@ class Join:
     slowest_round: float
     """Seconds of the other islands' slowest round during the state transfer."""
     rounds_before: float
-    """Median seconds of their rounds before the join."""
+    """Median seconds of the other islands' rounds before the join."""
 
     @property
     def ideal_seconds(self) -> float:
@@ -81,7 +81,7 @@ class JoinBench:
         self._start(f"island-{index}", place.command(*words))
 
     def events(self, index: int) -> list[Event]:
-        """Events that an island has printed so far."""
+        """Return the events that an island has printed so far."""
         path = self._folder / f"island-{index}.txt"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.startswith('{"event"') and line.endswith("}")]

@@ -1,4 +1,4 @@
-"""The cost of a killed or frozen island for the others: forked islands whose own records time their rounds."""
+"""The cost of a killed or frozen island for the others, by the records of forked islands."""
 
 import os
 import random
@@ -73,7 +73,7 @@ class Stall:
 
     @property
     def noise(self) -> list[float]:
-        """The same difference for rounds without a kill."""
+        """The same differences for rounds without a kill."""
         return [seconds - median(self.quiet.rounds) for seconds in self.quiet.worst]
 
 
@@ -91,7 +91,9 @@ class StallBench:
         self.islands[index] = self._made.start(index, train_at_pace(STEP_SECONDS))
 
     def stop_in_reduce(self, index: int, round_number: int) -> None:
-        """Wait until the island stands still in the reduce of the round, so that all of its processes can be killed."""
+        """Wait until the island is stopped in the round's reduce: all its processes can then be
+        killed.
+        """
         island = self.islands[index]
         request_fault(island.folder, parse_fault(f"freeze:{index}@round={round_number},phase=reducing"))
         self.until(lambda: island.is_stopped, "the reduce of a round")
@@ -108,7 +110,7 @@ class StallBench:
                 watch.read()
 
     def is_full(self, number: int) -> bool:
-        """Whether all islands committed the round together."""
+        """Return whether all islands committed the round together."""
         records = [watch.commits.get(number) for watch in self.watches]
         return all(record is not None and len(record.participants) == NUM_ISLANDS for record in records)
 
@@ -175,14 +177,14 @@ def kill(island: Island, *, with_daemon: bool) -> None:
 
 @dataclass(frozen=True)
 class Freeze:
-    """The cost of freezing one island for the others, and when it was back."""
+    """What freezing one island costs the others, and when the frozen island was back."""
 
     round_seconds: float
     first_commit: float
     """Seconds from the freeze to the others' next commit."""
     rounds_meanwhile: int
     rounds_until_back: int
-    """Number of commits after it woke, up to and including the first that it takes part in."""
+    """Number of commits after the island woke, up to the first one that it takes part in."""
     seconds_until_back: float
 
 

@@ -75,9 +75,10 @@ def show_freeze(transport: str, args: argparse.Namespace) -> Figures:
     """Measure and print one freeze."""
     freeze = measure_freeze(transport, args.seed)
     print(
-        f"freeze  {transport:<9}the others' next commit after {freeze.first_commit:.1f} s (rounds of "
-        f"{freeze.round_seconds:.1f} s), {freeze.rounds_meanwhile} rounds meanwhile; back in the "
-        f"{_ordinal(freeze.rounds_until_back)} round committed after it woke, {freeze.seconds_until_back:.1f} s later"
+        f"freeze  {transport:<9}the others' next commit after {freeze.first_commit:.1f} s (rounds "
+        f"of {freeze.round_seconds:.1f} s), {freeze.rounds_meanwhile} rounds during the freeze; "
+        f"back in the {_ordinal(freeze.rounds_until_back)} round committed after it woke, "
+        f"{freeze.seconds_until_back:.1f} s later"
     )
     return asdict(freeze)
 
@@ -97,10 +98,10 @@ def show_join(transport: str, args: argparse.Namespace) -> Figures:
 def _print_join(begin: str, join: Join) -> None:
     seconds = join.entered - join.began
     print(
-        f"{begin}{join.wire_bytes / 8 / join.num_params:.3f} x 8 bytes per parameter in {seconds:.1f} s = "
-        f"{seconds / join.ideal_seconds:.2f} x ideal; state of round {join.state_round}, "
-        f"first committed round {join.first_round}; the others' slowest round meanwhile {join.slowest_round:.1f} s, "
-        f"before {join.rounds_before:.1f} s"
+        f"{begin}{join.wire_bytes / 8 / join.num_params:.3f} x 8 bytes per parameter in "
+        f"{seconds:.1f} s = {seconds / join.ideal_seconds:.2f} x ideal; state of round "
+        f"{join.state_round}, first committed round {join.first_round}; the others' slowest round "
+        f"during the join {join.slowest_round:.1f} s, before it {join.rounds_before:.1f} s"
     )
 
 
@@ -142,7 +143,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--faults", type=int, default=50, help="number of faults of the storm")
     parser.add_argument(
-        "--params", type=lambda text: int(float(text)), default=25_000_000, help="size of the model joined"
+        "--params",
+        type=lambda text: int(float(text)),
+        default=25_000_000,
+        help="number of parameters of the model that joiners take",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -29,7 +29,7 @@ from outer.network.messages import pack_carriers
 
 SEQ_LEN = 8192
 STEP_SECONDS = 1.0
-"""Of an inner step. No term of a round without a delay depends on it."""
+"""Duration of an inner step. No term of a round without a delay depends on it."""
 ISLANDS = (2, 8, 64)
 COLUMNS = (
     "model",
@@ -77,14 +77,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", default="10gbit", help="of each island's link; default: 10gbit")
+    parser.add_argument("--bandwidth", default="10gbit", help="bandwidth of each island's link; default: 10gbit")
     parser.add_argument("--rtt", default="50ms", help="round trip between islands; default: 50ms")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the outer config, as codec=int4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings of the outer config, for example codec=int4"
+    )
     return parser.parse_args()
 
 
 def row(size: Size, num_islands: int, outer: OuterConfig, link: LinkSpeed) -> list[str]:
-    """The cells of one row."""
+    """Return the cells of one row."""
     outer = outer.model_copy(update={"start_islands": num_islands})
     degrees, specs = size.degrees, param_specs(PRESETS[size.preset])
     num_parts = len(build_space(specs, outer).parts)
@@ -114,13 +116,13 @@ def row(size: Size, num_islands: int, outer: OuterConfig, link: LinkSpeed) -> li
 
 
 def describe(degrees: Degrees) -> str:
-    """The axes of a mesh that have several ranks."""
+    """Describe the axes of a mesh that have several ranks."""
     axes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "dp_shard": degrees.dp_shard, "tp": degrees.tp}
     return " ".join(f"{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1) or "one"
 
 
 def device_bytes(size: Size) -> int:
-    """Peak of an inner step on the fullest rank."""
+    """Return the planned peak of an inner step on the fullest rank, in bytes."""
     work = Workload(
         sizes=PRESETS[size.preset],
         degrees=size.degrees,
@@ -134,12 +136,12 @@ def device_bytes(size: Size) -> int:
 
 
 def longest_carriers(num_parts: int, num_ranks: int) -> int:
-    """Bytes of the list of carriers as JSON, if no two neighbouring parts have the same one."""
+    """Return the bytes of the carriers as JSON, if neighbouring parts have different carriers."""
     return len(json.dumps(pack_carriers([part % num_ranks for part in range(num_parts)]), separators=(",", ":")))
 
 
 def terms(predicted: Prediction) -> str:
-    """Seconds of a round by term."""
+    """Return the seconds of a round by term, as text."""
     seconds = (
         predicted.transfer_seconds,
         predicted.codec_seconds,

@@ -2,16 +2,17 @@
 
     python scripts/bench/hostile.py [--networks gloo,tls,hivemind] [--seconds 15] [--only PATTERN] [--json FILE]
 
-Three honest islands train with a run key while an attack of tests/hostile/attacks.py goes on for so many seconds; then
-the attackers are killed. The table has a line for each attack:
+Three honest islands train with a run key during an attack of tests/hostile/attacks.py. After
+--seconds, the attackers are killed. The table has a line for each attack:
 
-rounds   by which the honest ones went on during the attack, beside the number in the same time without one
-after    rounds until all honest ones had committed three together again
-wait     longest time without another round, up to the first after the attack, beside the bound T
-memory   by how much the peak of the process that grew most has grown, and of its libp2p daemon
+  rounds   rounds of the honest islands during the attack; `without` an attack in the same time
+  after    rounds until all honest islands had again committed three together
+  wait     longest time without a new round, up to the first one after the attack; T is its bound
+  memory   growth of the peak memory of the process that grew most, and of its libp2p daemon
 
-An attack goes on until a round is committed, for three minutes at most. Rounds take a fixed time at least, because each
-inner step takes 0.1 s. The attacks of one network follow one another in one run; it is begun anew if an island ends.
+An attack goes on until a round is committed, for three minutes at most. Rounds have a least
+duration, because each inner step takes 0.1 s. The attacks of one network follow one another in one
+run, which is restarted if an island ends.
 """
 
 import argparse
@@ -35,7 +36,7 @@ HEADER = ("attack", "network", "key", "rounds", "without", "after", "wait s", "T
 
 
 def play_all(folder: Path, network: str, attacks: list[Attack], seconds: float) -> Iterator[Outcome | str]:
-    """The outcomes of the attacks, first that of none; the text of what went wrong in place of an outcome."""
+    """Yield the outcome of each attack, first of none; a text instead if something went wrong."""
     with ExitStack() as stack:
         run: Scene | None = None
         for number, attack in enumerate([NO_ATTACK, *attacks]):
@@ -52,7 +53,7 @@ def play_all(folder: Path, network: str, attacks: list[Attack], seconds: float) 
 
 
 def line_of(outcome: Outcome, usual: float) -> tuple[object, ...]:
-    """A line of the table. `usual`: rounds in a second without an attack."""
+    """Format a line of the table. `usual`: rounds per second without an attack."""
     return (
         outcome.attack,
         outcome.network,
@@ -71,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=choices(("gloo", "tls", "hivemind")), default=["gloo", "tls", "hivemind"])
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--only", default="", help="attacks in whose names this pattern is found")
+    parser.add_argument("--only", default="", help="only attacks whose name matches this pattern")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)

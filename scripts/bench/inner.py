@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--steps", type=int, default=20, help="number of rounds; each contestant makes one step in each"
+        "--steps", type=int, default=20, help="number of rounds; each contestant makes one step per round"
     )
     parser.add_argument("--dims", type=whole_numbers, default=[256])
     parser.add_argument("--vocabs", type=whole_numbers, default=[260])

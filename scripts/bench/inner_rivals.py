@@ -1,8 +1,8 @@
 """The training loops that `scripts/bench/inner.py` compares, each on one process.
 
-The rivals are a Llama in plain torch.nn (plain_llama.py) and that of transformers, in the loop that a user would write
-around them: fp32 weights, autocast for bf16, fused AdamW, gradient clipping. Shape suffixes are those of
-inner/model/transformer.py.
+The rivals are a Llama in plain torch.nn (plain_llama.py) and transformers' Llama. Their loop is the
+one that a user would write: fp32 weights, autocast for bf16, fused AdamW, gradient clipping. Shape
+suffixes are those of inner/model/transformer.py.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class ModelCase:
     sequences: int
     """Sequences in a micro-batch of one process."""
     micro_batches: int
-    """Micro-batches in a step of a single process. A mesh reads as many for each of its ranks."""
+    """Micro-batches in a step of a single process. A mesh reads this number for each rank."""
     device: str
 
     @property
@@ -65,7 +65,9 @@ class ModelCase:
         )
 
     def windows(self, share: int, number: int) -> Tensor:
-        """The sequences that process `share` reads in one step, of shape (sequences, seq_len + 1)."""
+        """Return the sequences of process `share` in one step, of shape (sequences, seq_len +
+        1).
+        """
         generator = torch.Generator().manual_seed(1000 * share + number)
         shape = self.micro_batches * self.sequences, self.seq_len + 1
         return torch.randint(0, self.vocab_size, shape, generator=generator)
@@ -78,13 +80,14 @@ class TrainingLoop:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[int], float]
-    """Makes one step on the batch of that number and returns the mean loss over the tokens that the group reads."""
+    """Makes one step on the batch of the given number, and returns the group's mean loss."""
 
 
 def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
     """Build inner's trainer on one rank of a mesh. Every rank must call it, and then step."""
-    # Ranks along tp, cp and pp together read what as many independent processes would read. Those of tp and cp share
-    # each sequence, so that in one micro-batch they have no more of it in memory than those processes.
+    # The ranks along tp, cp and pp together read as much as the same number of independent
+    # processes. The ranks along tp and cp share each sequence, so one micro-batch takes no more of
+    # a rank's memory than in an independent process.
     each = degrees.num_ranks // degrees.num_data_ranks
     micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences * each
     settings = TrainerSettings(
@@ -140,7 +143,10 @@ class WithLoss(nn.Module):
 
 
 def initial_weights(case: ModelCase) -> dict[str, Tensor]:
-    """The initial weights of our trainer. With them, equal first losses show that all train the same model."""
+    """Return the initial weights of our trainer.
+
+    With them, equal first losses show that all contestants train the same model.
+    """
     model = Transformer(case.sizes, torch.arange(case.seq_len))
     initialise(LocalParams(model, [model]), [model], SEED)
     return model.state_dict()

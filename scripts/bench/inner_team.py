@@ -135,7 +135,10 @@ def timed_step(contestant: TrainingLoop, number: int) -> StepCost:
 
 
 def split_step(contestant: TrainingLoop, number: int) -> dict[str, float]:
-    """CPU seconds of one step by phase. Each phase is synchronized, so on a GPU their sum exceeds a normal step."""
+    """Make one step, and return its CPU seconds by phase.
+
+    Each phase is synchronized, so on a GPU their sum exceeds a normal step.
+    """
     spent = dict.fromkeys(PHASES, 0.0)
     phase, since = "rest", time.process_time()
 

@@ -1,11 +1,11 @@
-"""Measured round trip and throughput of the links that `--link` makes, relative to the requested ones.
+"""Measured round trip and throughput of the links that `--link` makes, and the requested ones.
 
-.venv/bin/python -m scripts.bench.links [--links 100mbit,rtt=50ms 1gbit] [--islands 2] [--connections 1 4]
+    .venv/bin/python -m scripts.bench.links [--links 100mbit,rtt=50ms 1gbit] [--islands 2] [--connections 1 4]
 
-All islands send to their next neighbour at once, over the given number of TCP connections. `share` is the throughput of
-the slowest island's uplink, headers included, over the requested rate; `payload` is the same for the bytes that TCP
-delivers. The round trip is that of one byte over TCP, with idle links (median and 95th percentile) and during the
-transfer. Needs root.
+All islands send to their next neighbour at once, over the given number of TCP connections. `share`
+is the throughput of the slowest island's uplink, headers included, over the requested rate;
+`payload` is the same for the bytes that TCP delivers. Round trips are of one byte over TCP, with
+idle links (median and 95th percentile) and during the transfer. Needs root.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def measure(host: str, connections: int) -> None:
-    """Print the idle round trips, those during the transfer, and the payload per second, in one line."""
+    """Print, in one line, the round trips when idle and when loaded, and the payload per second."""
     idle = round_trips(host, ECHOES)
     for _ in range(connections):
         threading.Thread(target=send, args=(host,), daemon=True).start()
@@ -83,14 +83,17 @@ def send(host: str) -> None:
 
 
 def query_received_bytes(host: str) -> int:
-    """Number of bytes that the server has received so far."""
+    """Return the number of bytes that the server has received so far."""
     with socket.create_connection((host, PORT), GUARD_SECONDS) as connection:
         connection.sendall(b"t")
         return int(connection.recv(CHUNK))
 
 
 def round_trips(host: str, count: int) -> list[float]:
-    """Round trips of one byte, in seconds, without the first, which may resolve addresses."""
+    """Return the seconds of `count` round trips of one byte.
+
+    A first one, which may resolve addresses, is not counted.
+    """
     seconds = []
     with socket.create_connection((host, PORT), GUARD_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

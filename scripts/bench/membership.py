@@ -3,8 +3,9 @@
     python -m scripts.bench.membership                 # 8, 16, 32 and 64 islands
     python -m scripts.bench.membership --islands 128 --rounds 5
 
-All islands and the rendezvous are one process, over real sockets on loopback. In each round, of so many seconds, every
-island changes its record once, at a random time in a fifth of a second, as islands do after a commit.
+All islands and the rendezvous are one process, over real sockets on loopback. In each round of
+--round-seconds, every island changes its record once, at a random time within a fifth of a second,
+as islands do after a commit.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure(num_islands: int, rounds: int, round_seconds: float) -> tuple[float, float]:
-    """Bytes that an island receives in a round, and processor seconds of everything in a round."""
+    """Return the bytes that an island receives, and the processor seconds of all, per round."""
     served, chance = serve_rendezvous("127.0.0.1", 0), random.Random(0)
     seats = [take_seat(f"island-{number}", served.address) for number in range(num_islands)]
     try:

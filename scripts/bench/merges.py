@@ -40,13 +40,15 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rules", type=choices(RULES), default=list(RULES), help="comma-separated")
-    parser.add_argument("--parts", type=int, default=8, help="participants' parts to merge")
-    parser.add_argument("--elements", type=int, default=262144, help="elements of a part")
-    parser.add_argument("--repeat", type=int, default=30, help="measurements of each rule")
+    parser.add_argument("--parts", type=int, default=8, help="number of participants whose parts are merged")
+    parser.add_argument("--elements", type=int, default=262144, help="number of elements of a part")
+    parser.add_argument("--repeat", type=int, default=30, help="number of measurements of each rule")
     parser.add_argument("--quality", action="store_true", help="train, and print held-out losses instead of times")
-    parser.add_argument("--islands", type=int, default=8, help="islands that train, of one process each")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that they train")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config that is trained")
+    parser.add_argument("--islands", type=int, default=8, help="number of islands, of one process each")
+    parser.add_argument("--rounds", type=int, default=12, help="number of rounds of each training")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of the config that is trained"
+    )
     return parser.parse_args()
 
 
@@ -71,7 +73,10 @@ def _print_costs(rules: list[str], num_parts: int, num_elements: int, repeat: in
 
 
 def _least_seconds(actions: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """Shortest time of each action, which is least affected by other load. The actions take turns."""
+    """Return the shortest time of each action, which other load affects least.
+
+    The actions take turns.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeat):
         for name, action in actions.items():

@@ -24,7 +24,7 @@ from tests.outer.nets import key_of
 
 CLOSE_SECONDS = 10.0
 MANY_ROUNDS = 100_000
-"""The run does not end by itself."""
+"""More rounds than are ever made: the run does not end by itself."""
 TOKENS = 1000
 """Tokens behind each island's contribution, which is its weight in the mean."""
 

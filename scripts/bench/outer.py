@@ -1,4 +1,4 @@
-"""Time, CPU time and bytes of a reduce and of a whole synchronisation between islands, ours beside the others'.
+"""Time, CPU time and bytes of reduces and whole synchronisations between islands, ours and others'.
 
     python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit,300mbit-80ms]
         [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--send-buffer BYTES]
@@ -6,18 +6,22 @@
     python scripts/bench/outer.py --links 100mbit,1gbit --codecs fp32,int4 --torchft-python PATH \\
         --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
-Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports; torch is its all_reduce over
-gloo, averager is hivemind's DecentralizedAverager. In tls-relayed the last island is reached by a relay only,
-which is a process on a link like the islands'. Synchronisations, from local params to the next ones in their place:
-plain-sync is DiLoCo in plain torch (subtract, all_reduce over gloo, SGD, copy), torchft-sync is torchft's DiLoCo over
-gloo; gloo-sync, tls-sync and hivemind-sync are our outer loop, with snapshot, plan, reduce, outer step, digest, vote
-and merge. All have the same outer optimizer, and each result is compared with it in plain torch.
+Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports. torch is
+torch's all_reduce over gloo, averager is hivemind's DecentralizedAverager. In tls-relayed the last
+island can be reached only through a relay, which is a process on a link like the islands'.
 
-Every island is a process; on a shaped link each has a network namespace (needs root). All islands begin at the same
-time, and a repeat lasts until the last has ended. "CPU" is a worker's, its libp2p daemon included. "share" is ideal
-time / measured time with ideal = 2 (n - 1) / n x payload bytes / link rate. Frames of 1514 bytes carry 1448 of payload,
-so 0.956 is the maximum. "x plain" and "x torchft" are the measured time over that of torch or plain-sync, and over that
-of torchft-sync, in fp32 on the same link: below 1 is faster.
+Synchronisations begin with local params and end when the next ones have replaced them. plain-sync
+is DiLoCo in plain torch (subtract, all_reduce over gloo, SGD, copy); torchft-sync is torchft's
+DiLoCo over gloo; gloo-sync, tls-sync and hivemind-sync are our outer loop, with snapshot, plan,
+reduce, outer step, digest, vote and merge. All have the same outer optimizer, and each result is
+compared with plain torch's.
+
+Every island is a process; on a shaped link each has a network namespace (needs root). All islands
+start at the same time, and a repeat lasts until the last one has ended. "CPU" is the time of an
+island's process and its libp2p daemon. "share" is ideal time / measured time with ideal = 2 (n - 1)
+/ n x payload bytes / link rate. Frames of 1514 bytes carry 1448 of payload, so 0.956 is the
+maximum. "x plain" is the measured time over the time of torch or plain-sync, and "x torchft" over
+the time of torchft-sync, in fp32 on the same link: below 1 is faster.
 """
 
 import argparse
@@ -68,7 +72,7 @@ async def bench(args: argparse.Namespace) -> list[Row]:
     for link in args.links:
         for num_islands in args.islands:
             with open_link_namespaces(link, num_islands + 1, args.send_buffer) as namespaces:
-                # The last one is the relay's.
+                # The last namespace is the relay's.
                 case = LinkCase(link, num_islands, args.params, namespaces[:-1], args.torchft_python, namespaces[-1:])
                 rows += await run_case(case, args)
     return rows
@@ -88,7 +92,7 @@ async def run_case(case: LinkCase, args: argparse.Namespace) -> list[Row]:
 
 
 def format_row(row: Row, rows: Sequence[Row], case: LinkCase) -> str:
-    """Format a row as text. `rows` are those of the same link and number of islands so far."""
+    """Format a row as text. `rows`: the rows of the same link and number of islands so far."""
     begin = f"{row.link:<10}{row.islands:>7}  {row.what:<14}{row.codec:<6}"
     if row.failure:
         return f"{begin}  failed: {row.failure}"
@@ -110,7 +114,10 @@ def format_row(row: Row, rows: Sequence[Row], case: LinkCase) -> str:
 
 
 def ratio(row: Row, what: str, rows: Sequence[Row]) -> float | None:
-    """The row's median seconds over those of contestant `what` in fp32. None if that has none."""
+    """Return the row's median seconds over the median seconds of contestant `what` in fp32.
+
+    None if that contestant has none.
+    """
     reference = [
         median(other.seconds) for other in rows if (other.what, other.codec) == (what, "fp32") and other.seconds
     ]
@@ -125,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--links", type=choices(LINKS), default=["loopback", "100mbit", "1gbit"])
     parser.add_argument("--what", type=choices(PAYLOAD_BYTES), default=list(DEFAULT))
     parser.add_argument("--codecs", type=choices(OURS), default=["fp32", "bf16", "int8"])
-    repeats = "measured repeats of each row, after one that is not; the table has their medians"
+    repeats = "measured repeats of each row, after one unmeasured repeat; the table shows their medians"
     parser.add_argument("--repeats", type=int, default=5, help=repeats)
     buffers = "most bytes of a connection's send buffer, for the islands' namespaces (default: this machine's tcp_wmem)"
     parser.add_argument("--send-buffer", type=int, metavar="BYTES", help=buffers)

@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 def build_torchft(spec: IslandSpec) -> Contestant:
-    """Build torchft's contestant. Most Pythons do not have torchft."""
+    """Build torchft's contestant. torchft is imported only here, because most Pythons lack it."""
     from scripts.bench.torchft_sync import TorchftSync
 
     return TorchftSync(spec)
@@ -115,7 +115,7 @@ def _run(contestant: Contestant, command: Message) -> Message:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of those that it has started, such as a libp2p daemon, so far."""
+    """Return the CPU seconds so far of this process and its children, such as a libp2p daemon."""
     ticks = 0
     for pid in descendants(os.getpid()):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -124,7 +124,7 @@ def cpu_seconds() -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of the processes that this one has started, and of those that they have started."""
+    """Return the pids of all processes that this one has started, and of their own children."""
     lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     children = [int(word) for words in lists for word in words]
     return children + [below for child in children for below in descendants(child)]

@@ -1,4 +1,4 @@
-"""The runs of scripts/bench/outer.py: the islands of one contestant as processes, and what one of its rows measures."""
+"""The runs of scripts/bench/outer.py: one contestant's islands, and the figures of a row."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ LINKS = {
     "100mbit-200ms": 100e6,
     "1gbit-100ms": 1e9,
 }
-"""Rate in bit/s, by name; a name may end in a round trip."""
+"""Rate in bit/s, by the name of the link; a name may end in a round-trip time."""
 ANSWER_SECONDS = 180.0
 CLOSE_SECONDS = 10.0
 START_SECONDS = 0.2
@@ -51,13 +51,13 @@ class LinkCase:
         return self.namespaces[index].host if self.namespaces else "127.0.0.1"
 
     def command(self, what: str, index: int) -> list[str]:
-        """Command that starts an island's process."""
+        """Return the command that starts an island's process."""
         python = self.torchft_python if what == "torchft-sync" else sys.executable
         words = [python, "-m", "scripts.bench.outer_island"]
         return self.namespaces[index].command(*words) if self.namespaces else words
 
     def sent_bytes(self) -> int:
-        """Bytes that all islands together have sent on their links so far."""
+        """Return the bytes that all islands together have sent on their links so far."""
         return sum(map(sent_bytes, self.namespaces))
 
 
@@ -72,18 +72,21 @@ class Row:
     theory_bytes: float
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of a worker, its children included: the islands' mean in each repeat."""
+    """CPU seconds of an island's processes: the islands' mean, for each repeat."""
     counted_bytes: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
     flaws: list[str] = field(default_factory=list)
-    """What was wrong with the results of repeats that reported success. Their times do not count."""
+    """What was wrong with results of repeats that reported success.
+
+    These repeats' times do not count.
+    """
     failure: str = ""
     torch: str = ""
-    """The version of torch that its islands use."""
+    """The version of torch that the row's islands use."""
 
     @property
     def is_sync(self) -> bool:
-        """Whether it measures whole synchronisations, not reduces alone."""
+        """Whether the row measures whole synchronisations, not reduces alone."""
         return self.what.endswith("-sync")
 
 
@@ -150,7 +153,7 @@ async def start_islands(case: LinkCase, row: Row, verbose: bool) -> AsyncIterato
 
 @contextlib.contextmanager
 def open_relay(case: LinkCase) -> Iterator[str]:
-    """A relay in a process of its own, and its address."""
+    """Open a relay in a process of its own, and yield its address."""
     place = case.relay_namespaces[0] if case.relay_namespaces else None
     with relay_process(
         "--host", place.host if place else "127.0.0.1", prefix=place.command() if place else []
@@ -178,7 +181,10 @@ async def _ask_all(islands: Sequence[Island], **command: Any) -> list[dict[str, 
 
 
 async def measure(case: LinkCase, row: Row, repeats: int, verbose: bool) -> None:
-    """Start the row's islands and measure its seconds and bytes. What goes wrong becomes the row's failure."""
+    """Start the row's islands and measure its seconds and bytes.
+
+    An error becomes the row's failure.
+    """
     try:
         async with start_islands(case, row, verbose) as islands:
             for number in range(1 + repeats):
@@ -190,7 +196,10 @@ async def measure(case: LinkCase, row: Row, repeats: int, verbose: bool) -> None
 
 
 async def _repeat(case: LinkCase, islands: Sequence[Island], row: Row, *, is_warm: bool) -> None:
-    """Run the contestant once. The first time, when connections are opened, counts only if its result is wrong."""
+    """Run the contestant once.
+
+    The first run opens connections, and counts only if its result is wrong.
+    """
     rate, per_param = LINKS[case.link], 1 / case.num_islands / case.num_params
     timeout = 60 + 20 * (ideal_seconds(row, case.num_params, rate) if rate else 0)
     await _ask_all(islands, do="prepare")
@@ -216,13 +225,16 @@ def _find_flaw(replies: Sequence[dict[str, Any]]) -> str:
 
 
 def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
-    """Seconds that the payload alone takes at `rate`, in bit/s."""
+    """Return the seconds that the payload alone takes at `rate`, in bit/s."""
     return row.theory_bytes * num_params * 8 / rate
 
 
 @contextlib.contextmanager
 def open_link_namespaces(link: str, num_islands: int, send_buffer: int | None) -> Iterator[Sequence[Namespace]]:
-    """Open the namespaces of a link; none for loopback. `send_buffer`: the most bytes a connection may have to send."""
+    """Open the namespaces of a link; none for loopback.
+
+    `send_buffer`: most bytes of a connection's send buffer.
+    """
     if LINKS[link] is None:
         yield ()
         return

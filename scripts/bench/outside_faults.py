@@ -1,23 +1,26 @@
-"""Random faults done to running islands from outside: does anything hang, exit or split, and what does each fault cost?
+"""Random faults from outside on running islands: hangs, exits, splits, and the cost of each fault.
 
     python -m scripts.bench.outside_faults [--faults 200] [--a-run 20] [--transports gloo,tls,hivemind] [--seed 0]
         [--folder runs/outside-faults] [--not-apart] [--table]
 
-Each run has four islands under the launcher of `diloco launch`, three of one rank and one of two, and a bootstrap
-process, each in a network namespace, with a disk and a /dev/shm of its own (root; else without cuts, and without
-shortages of these). At random times an island is killed, or one of its ranks, or its libp2p daemon; all of it or one
-of its processes is stopped for some seconds; it is sent SIGTERM, or cut off; for some seconds it gets no more memory,
-file descriptors, threads, room on its disk or in /dev/shm; the bootstrap process is killed. What was killed comes
-back, as after a machine's restart. At least half of the islands are well at any time, and the next fault comes when
-the last has been followed by a commit.
+Each run has a bootstrap process and four islands under the launcher of `diloco launch`, three of
+one rank and one of two. Each is in a network namespace, with a disk and a /dev/shm of its own. This
+needs root; without it there are no cuts and no shortages of disk or /dev/shm.
 
-first     seconds from the fault to the next round that a healthy island commits, which may have been under way
-second    seconds to the round after that, which began after the fault
-back      seconds from the end of the fault (the restart, or the waking) to the island's next committed round
-T         outer.agreement.running.limits.commit_bound by what the healthy islands had measured when the fault came
+At random times an island is killed, or one of its ranks, or its libp2p daemon; an island or one of
+its processes is stopped for some seconds; an island is sent SIGTERM, or cut off; for some seconds
+an island gets no more memory, file descriptors, threads, or room on its disk or in /dev/shm; or the
+bootstrap process is killed. Killed processes come back, as after a machine's restart. At least half
+of the islands are well at any time, and the next fault waits for a commit after the last one.
 
-A run is one line of FOLDER/results.jsonl. Runs that are there are not made again, so the command can be stopped and
-repeated. It exits with status 1 if anything hung, exited, split, was trained twice or was left behind.
+  first     seconds from the fault to the next round that a healthy island commits; it may have been under way
+  second    seconds to the round after that, which began after the fault
+  back      seconds from the end of the fault (the restart, or the waking) to the island's next committed round
+  T         outer.agreement.running.limits.commit_bound by the healthy islands' measurements at the time of the fault
+
+A run is one line of FOLDER/results.jsonl. Runs in that file are not made again, so the command can
+be stopped and repeated. It exits with status 1 if anything hung, exited, split, was trained twice
+or was left behind.
 """
 
 import argparse
@@ -60,7 +63,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has been made. `outcome` has the fields of tests.faults.outside.Outcome."""
+    """A completed run. `outcome` has the fields of tests.faults.outside.Outcome."""
 
     transport: str
     seed: int
@@ -73,7 +76,7 @@ class Run:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each thing happened that must not happen."""
+        """The number of events of each kind that must not happen."""
         found, account = self.outcome, self.outcome["account"]
         return {
             "hangs": len(found["hangs"]),
@@ -103,7 +106,7 @@ def make_run(settings: OutsideSettings, folder: Path) -> Run:
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the distributions of each network and kind of fault, and the counts of what must not happen."""
+    """Print the times by network and kind of fault, and the counts of what must not happen."""
     print(
         f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}{'  second: median':>17}{'max':>7}", end=""
     )
@@ -124,7 +127,7 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def format_strikes(strikes: Sequence[Strike]) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     first, second, back = (
         [value if (value := getattr(strike, name)) is not None else inf for strike in strikes]
         for name in ("first_commit", "second_commit", "back")
@@ -138,7 +141,7 @@ def format_strikes(strikes: Sequence[Strike]) -> str:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The smallest value that nine tenths of the values do not exceed."""
+    """Return the smallest value that nine tenths of the values do not exceed."""
     return sorted(values)[ceil(0.9 * len(values)) - 1]
 
 

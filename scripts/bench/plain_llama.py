@@ -1,4 +1,4 @@
-"""The decoder of inner/model/transformer.py in plain torch.nn, and its step, as one would write them for one process.
+"""The decoder of inner/model/transformer.py in plain torch.nn, and its step, for a single process.
 
 Shape suffixes are those of inner/model/transformer.py.
 """
@@ -32,7 +32,7 @@ class PlainLlama(nn.Module):
         return self.head(self.last_hidden(tokens_BS))
 
     def last_hidden(self, tokens_BS: Tensor) -> Tensor:
-        """What the head reads, (B, S, D)."""
+        """Return the input of the head, (B, S, D)."""
         x_BSD = self.embed(tokens_BS)
         for layer in self.layers:
             x_BSD = layer(x_BSD, self.cos_SP, self.sin_SP)
@@ -87,9 +87,9 @@ def _rotate(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor], dtype: torch.dtype
 ) -> float:
-    """One step on windows (B, S + 1) of token ids, with autocast and clipping; returns the mean loss.
+    """Make one step on windows (B, S + 1) of token ids, with autocast and clipping.
 
-    `model` maps tokens and targets, each (B, S), to their mean loss.
+    Return the mean loss. `model` maps tokens and targets, each (B, S), to their mean loss.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)

@@ -42,13 +42,13 @@ class Averager:
     """hivemind's DecentralizedAverager. Matchmaking finishes before the measurement starts."""
 
     COMPRESSION: ClassVar = {"fp32": "NoCompression", "bf16": "Float16Compression", "int8": "Uniform8BitQuantization"}
-    """Its closest equivalent of each of our codecs."""
+    """hivemind's closest equivalent of each of our codecs."""
 
     def __init__(self, seat: IslandSpec) -> None:
         import hivemind
 
         self._hivemind, self._seat, self._own = hivemind, seat, seat.values()
-        # Its 8-bit codecs call int() on arrays of one element, which numpy 2.4 refuses.
+        # hivemind's 8-bit codecs call int() on arrays of one element, which numpy 2.4 refuses.
         hivemind.compression.quantization.int = lambda value: getattr(value, "item", lambda: int(value))()
         self._dht = hivemind.DHT(
             host_maddrs=[f"/ip4/{seat.host}/tcp/0"],

@@ -1,15 +1,17 @@
-"""CPU time and memory of whole rounds between islands, in nanoseconds and bytes per parameter, beside plain gloo.
+"""CPU time and memory of whole rounds between islands, per parameter, beside plain gloo.
 
     python -m scripts.bench.round_cpu [--params 10e6] [--islands 2] [--rounds 5] [--what plain,gloo,gloo-int4]
 
-plain is DiLoCo written in plain torch: subtract, `all_reduce` over gloo, SGD, copy back. The others are our outer loop
-over that transport and codec, with everything that a round does: snapshot, plan, reduce, vote, outer step, digest of
-the state, merge. There are no inner steps. Every island is a process with one thread, and the contestants take turns,
-so that the ratios hold on a busy machine, too.
+plain is DiLoCo written in plain torch: subtract, `all_reduce` over gloo, SGD, copy back. The others
+are our outer loop over the named transport and codec, with everything that a round does: snapshot,
+plan, reduce, vote, outer step, digest of the state, merge. There are no inner steps. Every island
+is a process with one thread, and the contestants take turns, so that the ratios hold on a busy
+machine, too.
 
-"CPU" is the process's own time (libp2p's daemon is a process of its own and not in it), the median of the islands.
-"held" and "peak" are resident memory beyond the process before its params existed; the local params are 4 of them. A
-second table splits the CPU time by stage (scripts/bench/round_stages.py).
+"CPU" is the time of the island's process in nanoseconds, without libp2p's daemon, which is another
+process: the median of the islands. "held" and "peak" are bytes of resident memory beyond those of
+the process before its params existed; the local params are 4 of these bytes. A second table splits
+the CPU time by stage (scripts/bench/round_stages.py).
 """
 
 import argparse
@@ -69,7 +71,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a round costs one island, for each parameter."""
+    """What a round costs one island, per parameter."""
 
     cpu_ns: float
     wall_ns: float
@@ -80,13 +82,13 @@ class Cost:
 
 
 def build_params(num_params: int) -> dict[str, torch.Tensor]:
-    """Matrices of about a layer's size with as many elements in all."""
+    """Build matrices of about a layer's size, with about `num_params` elements in all."""
     size = LAYER[0] * LAYER[1]
     return {f"layers.{i}.w": torch.zeros(LAYER) for i in range(max(1, round(num_params / size)))}
 
 
 def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[], None], before: int) -> Cost:
-    """Run the rounds and measure those after the first two."""
+    """Run all rounds, and measure those after the first WARM_ROUNDS."""
     times = StageTimes()
     for _ in range(WARM_ROUNDS):
         run_round()
@@ -102,7 +104,7 @@ def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[]
 
 
 def run_plain(seat: Seat, before: int) -> Cost:
-    """DiLoCo in plain torch: the mean of the pseudo-gradients by all_reduce, then SGD with Nesterov momentum."""
+    """Run DiLoCo in plain torch: mean pseudo-gradient by all_reduce, then Nesterov SGD."""
     import torch.distributed as dist
 
     store = dist.FileStore(seat.store, seat.num_islands)
@@ -126,7 +128,7 @@ def run_plain(seat: Seat, before: int) -> Cost:
 
 
 def run_ours(seat: Seat, before: int) -> Cost:
-    """Our outer loop over the network and codec that the contestant names."""
+    """Run our outer loop over the network and codec that the contestant names."""
     transport, codec = CONTESTANTS[seat.what]
     rounds = WARM_ROUNDS + seat.num_rounds
     config = OuterConfig.model_validate(
@@ -150,7 +152,7 @@ def run_ours(seat: Seat, before: int) -> Cost:
 
 
 def island_main(seat: Seat) -> None:
-    """One island's process: prints its cost as a line of JSON."""
+    """Run one island's process, and print its cost as a line of JSON."""
     end_with_parent()
     torch.set_num_threads(1)
     before = _memory("VmRSS")
@@ -161,7 +163,7 @@ def island_main(seat: Seat) -> None:
 
 
 def run_contestant(what: str, num_islands: int, num_params: int, num_rounds: int, folder: Path) -> Cost:
-    """The medians over the islands of one contestant."""
+    """Return the medians over the islands of one contestant."""
     transport = CONTESTANTS[what][0]
     store = folder / f"store-{what}-{time.monotonic_ns()}"
     with _bootstrap(transport) as address:
@@ -177,7 +179,7 @@ def run_contestant(what: str, num_islands: int, num_params: int, num_rounds: int
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
-    """The median of each figure."""
+    """Return the median of each figure."""
     numbers = [[c.cpu_ns, c.wall_ns, c.held_bytes, c.peak_bytes] for c in costs]
     stages = {stage: median(c.stages[stage] for c in costs) for stage in costs[0].stages}
     return Cost(*map(median, zip(*numbers, strict=True)), stages)
@@ -200,7 +202,7 @@ def _bootstrap(transport: str) -> Iterator[str]:
 
 
 def _memory(field: str) -> int:
-    """Bytes of resident memory: now (VmRSS) or at the peak (VmHWM)."""
+    """Return the bytes of resident memory: now (VmRSS) or at the peak (VmHWM)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields[field].split()[0]) * 1024
 
@@ -210,7 +212,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=10e6, help="number of parameters")
     parser.add_argument("--islands", type=int, default=2, help="number of islands")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after two that are not")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of measured rounds, after two that are not measured"
+    )
     parser.add_argument("--what", type=choices(CONTESTANTS), default=["plain", "gloo", "gloo-int4"])
     parser.add_argument("--repeats", type=int, default=1, help="turns of each contestant; the table has the medians")
     parser.add_argument("--seat", help=argparse.SUPPRESS)
@@ -223,12 +227,12 @@ def main() -> None:
             for what, costs in found.items():
                 size = arguments.islands, int(arguments.params), arguments.rounds
                 costs.append(run_contestant(what, *size, Path(folder)))
-    print(f"{arguments.islands} islands, {arguments.params:g} parameters, a round and island, for each parameter")
+    print(f"{arguments.islands} islands, {arguments.params:g} parameters; per round, island and parameter")
     print_tables({what: middle(costs) for what, costs in found.items()})
 
 
 def print_tables(costs: Mapping[str, Cost]) -> None:
-    """One line for each contestant, and one for each stage of ours."""
+    """Print one line for each contestant, and one for each stage of ours."""
     print(f"{'':14s}{'CPU ns':>11s}{'wall ns':>11s}{'held B':>11s}{'peak B':>11s}")
     for what, cost in costs.items():
         cells = (cost.cpu_ns, cost.wall_ns, cost.held_bytes, cost.peak_bytes)

@@ -1,7 +1,7 @@
-"""Which share of a round's CPU time each stage takes: thread time inside the functions that do the work.
+"""Measures each stage's share of a round's CPU time, as thread time inside the stage's functions.
 
-Time within a stage that another stage calls counts for the inner one only. What no stage covers (sockets, gloo's own
-threads, the event loop, the round protocol) is the rest of the process's time.
+If a stage calls another one, the time counts for the inner stage only. The rest of the process's
+time is outside of all stages: sockets, gloo's own threads, the event loop, the round protocol.
 """
 
 import functools
@@ -31,7 +31,10 @@ STAGES: dict[str, list[tuple[type, str]]] = {
 
 
 class StageTimes:
-    """CPU seconds of each stage in this process since `reset`. The functions are wrapped when it is built."""
+    """CPU seconds of each stage in this process since `reset`.
+
+    Building it wraps the stages' functions.
+    """
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -42,7 +45,7 @@ class StageTimes:
                 setattr(owner, name, self._timed(stage, getattr(owner, name)))
 
     def reset(self) -> None:
-        """Count from now on."""
+        """Begin to count from zero."""
         self.seconds.clear()
 
     def _timed(self, stage: str, function: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Runs of 8 islands and more on virtual time: messages, bytes, time to commit and processor time by size.
+"""Runs of 8 islands and more on virtual time: messages, bytes, commit and processor time by size.
 
     python -m scripts.bench.scale                                 # 8, 16, 32 and 64 islands at 100 Mbit/s and 50 ms
     python -m scripts.bench.scale --islands 8,128 --link 1gbit,rtt=20ms --plot scale.png
 
-Everything but the processor time follows from the arguments, whatever else the machine does.
+All figures but the processor time follow from the arguments alone, however busy the machine is.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def simulate(options: argparse.Namespace, num_islands: int) -> Results:
-    """The results of one size."""
+    """Simulate one size, and return its results."""
     config = load_config(options.config, [f"outer.rounds={options.rounds}", *options.overrides])
     request = VirtualRequest(
         num_islands, options.step_seconds, options.spread, None, Disturbances(links=(options.link,))
@@ -67,7 +67,7 @@ def simulate(options: argparse.Namespace, num_islands: int) -> Results:
 
 
 def row(results: Results) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     times = results.commit_seconds
     small = sum(number for kind, number in results.messages.items() if kind != "payload")
     cells = [
@@ -87,7 +87,7 @@ def row(results: Results) -> str:
 
 
 def plot(found: list[Results], path: Path) -> None:
-    """Small messages, time to commit and processor time against the number of islands."""
+    """Plot small messages, time to commit and processor time against the number of islands."""
     import matplotlib
 
     matplotlib.use("Agg")

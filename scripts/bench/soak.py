@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=170)
     parser.add_argument("--islands", type=int, default=4)
-    parser.add_argument("--storm", type=float, default=3.0, help="faults an island and minute, on average")
+    parser.add_argument("--storm", type=float, default=3.0, help="mean number of faults per island and minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of the storm")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()
@@ -66,7 +66,7 @@ def build_checks(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> l
     """Build the checks from the summaries of the run with faults and of the run without."""
     num_faults = sum(stormy["faults"].values())
     ratio = stormy["final_eval_loss"] / calm["final_eval_loss"]
-    # The record is missing if an island was killed between a commit and its record.
+    # A unit has no record if an island was killed between a commit and its record.
     num_unrecorded = stormy["units_trained"] - stormy["steps_accounted"]
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(stormy["faults"].items()))
     return [

@@ -1,10 +1,11 @@
-"""From the start of an island's process to its first inner step: what the time goes to.
+"""Measures the time from the start of an island's process to its first inner step, by phase.
 
     python -m scripts.bench.start [--repeats 3]
 
-One island of one process and a small model, over TLS, at a rendezvous on this machine. Each phase is wall time and
-processor time of all threads, the median of the repeats; every repeat is a process of its own. The text is prepared by
-a first one that is left out. On a machine with other work, look at the processor time.
+One island of one process and a small model, over TLS, at a rendezvous on this machine. Each phase
+has its wall time and the processor time of all threads, the medians of the repeats; every repeat is
+a process of its own. A first process, which prepares the text, is left out. On a machine with other
+work, look at the processor time.
 """
 
 import argparse
@@ -34,15 +35,15 @@ PHASES = {
     "config": "diloco.config.schema, with pydantic; reading and checking the file",
     "torch": "import torch",
     "other imports": "the rest of what a rank imports: trainer, checkpoints, outer loop",
-    "host memory": "is there enough of it for the plan?",
-    "process group": "with one rank: meets nobody",
-    "data": "opening text that is prepared",
+    "host memory": "checks that there is enough of it for the plan",
+    "process group": "with one rank: no rendezvous",
+    "data": "opens prepared text",
     "model": "model, first weights, optimizer (for which torch imports its compiler)",
     "connections": "rendezvous, TLS, membership",
     "outer loop": "canonical space, parts, first digest",
     "speed of products": "measured for the mfu of the records",
     "first step": "forward, backward, optimizer",
-    "other": "records, keys, checkpoints to resume from, the begin of the run",
+    "other": "records, keys, checkpoints to resume from, the start of the run",
 }
 LIMIT_SECONDS = 600
 
@@ -55,7 +56,7 @@ class Clock:
         self._begun = time.perf_counter(), time.process_time()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose first call is a phase."""
+        """Wrap the function so that its first call is timed as a phase."""
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -67,7 +68,7 @@ class Clock:
         return call
 
     def result(self) -> dict[str, tuple[float, float]]:
-        """All phases, and what is left of the time up to now."""
+        """Return all phases, and the rest of the time so far as `other`."""
         wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
         known = [sum(spent[index] for spent in self.phases.values()) for index in range(2)]
         return self.phases | {"other": (wall - known[0], cpu - known[1])}
@@ -96,14 +97,14 @@ def measure_here(path: Path, overrides: list[str]) -> None:
     def first_step(*args: Any) -> None:
         step(*args)
         print(json.dumps(clock.result()), flush=True)
-        os._exit(0)  # the run is of no further interest, and has nobody to say goodbye to
+        os._exit(0)  # The measurement is done, and no other island needs to know of the end.
 
     trainer.step = first_step
     train.train(config, 0)
 
 
 def measure(folder: Path, address: str, number: int) -> dict[str, tuple[float, float]]:
-    """The phases of one start, in a process of its own."""
+    """Measure one start in a process of its own, and return its phases."""
     words = [f"name=start-{number}", f"island.run_dir={folder}", f"island.bootstrap=[{address}]"]
     command = [sys.executable, "-m", "scripts.bench.start", "--here", str(folder / "start.yaml"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)

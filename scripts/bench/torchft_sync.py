@@ -17,7 +17,7 @@ from torchft.process_group import ProcessGroupGloo
 from scripts.bench.contestants import OUTER, FakeModel, IslandSpec, build_shapes
 
 LIMIT = timedelta(seconds=600)
-"""Of each of torchft's waits."""
+"""Limit of each of torchft's waits."""
 LIGHTHOUSE_PORT = 29510
 
 
@@ -27,9 +27,10 @@ def start_lighthouse(num_islands: int) -> LighthouseServer:
 
 
 def open_manager(index: int, num_islands: int, host: str, lighthouse: str) -> tuple[Manager, dist.TCPStore]:
-    """The manager of an island of one worker, and its store, which serves as long as it is referenced.
+    """Open the manager of an island of one worker, and its store, which serves while it is
+    referenced.
 
-    All islands must begin with equal weights, for none are sent at first.
+    All islands must begin with equal weights, because none are sent at first.
     """
     logging.getLogger("torchft").setLevel(logging.WARNING)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -55,7 +56,9 @@ def open_manager(index: int, num_islands: int, host: str, lighthouse: str) -> tu
 
 
 class TorchftSync:
-    """torchft's DiLoCo, which synchronises after each step of an inner optimizer that has no gradients to step."""
+    """torchft's DiLoCo, which synchronises after each step of an inner optimizer without
+    gradients.
+    """
 
     def __init__(self, spec: IslandSpec) -> None:
         self._spec, self.address = spec, ""

@@ -5,12 +5,14 @@
     .venv/bin/python -m scripts.bench.utilisation --overlap --computing [--fragments 1 4] [--delays 1 2 5]
     .venv/bin/python -m scripts.bench.utilisation --wire       bytes on the links by codec, compared with the formula
 
-Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep until they have
-lasted exactly --step-seconds, so that the measurement does not depend on this machine's cores. Utilisation is inner
-steps x step time / cycle time, as the median over the cycles of all islands without the first cycle.
+Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep
+until they have lasted exactly --step-seconds, so that the measurement does not depend on this
+machine's cores. Utilisation is inner steps x step time / cycle time, as the median over the cycles
+of all islands without the first cycle.
 
-With --computing inner steps are matrix products instead, on a core for each island. A step's time is then the median
-of those of the blocking rounds, between which nothing is sent, so whatever slows steps down behind a delay counts.
+With --computing inner steps are matrix products instead, on a core for each island. A step's time
+is then the median over the steps of blocking rounds, during which nothing is sent. Any slowdown of
+steps during a delay therefore counts as a cost of the round.
 """
 
 import argparse
@@ -41,7 +43,9 @@ SEGMENT_BYTES, HEADER_BYTES = 1448, 66
 PREAMBLE_BYTES = 48
 """Bytes of gloo's small messages. A payload needs one in each direction and one in front of it."""
 ACK_BYTES = 65536
-"""Bytes received per pure acknowledgement: as much of a stream as the kernel delivers at once."""
+"""Bytes received per pure acknowledgement: the largest piece of a stream that the kernel
+delivers.
+"""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
 """--wire: settings whose rounds consist almost only of protocol messages."""
 
@@ -56,7 +60,10 @@ class ComparisonRow:
     run: PlannedRun
     utilisation: float
     round_seconds: float
-    """From launch to the end of the round. With a delay, to the end of the reduce, without vote and outer step."""
+    """Seconds from launch to the end of the round.
+
+    With a delay, to the end of the reduce, without vote and outer step.
+    """
     copy_seconds: float
     """Seconds of snapshot and merge."""
     cpu_seconds: float
@@ -105,7 +112,7 @@ def build_row(run: PlannedRun, found: list[list[Event]]) -> ComparisonRow:
 
 
 def cycle_seconds(events: Sequence[Event], outer: OuterConfig) -> list[float]:
-    """Seconds from each landing of a fragment to its next one, without the first cycle.
+    """Return the seconds from each landing of a fragment to its next one, without the first cycle.
 
     With a delay the last landing is left out too, because no inner steps follow it.
     """
@@ -136,9 +143,9 @@ def print_grid(args: argparse.Namespace) -> list[ComparisonRow]:
 
 
 def measure_rows(runs: Sequence[PlannedRun]) -> list[ComparisonRow]:
-    """Measure runs that share the link and the number of islands, and print each row when it is done.
+    """Measure runs with the same link and number of islands; print each row when it is done.
 
-    Where steps compute, the first run must have blocking rounds: the time of its steps is that of all.
+    If steps compute, the first run must have blocking rounds: its step time is used for all runs.
     """
     rows: list[ComparisonRow] = []
     with closing(run_all(runs)) as results:
@@ -152,12 +159,12 @@ def measure_rows(runs: Sequence[PlannedRun]) -> list[ComparisonRow]:
 
 
 def find_step_seconds(run: PlannedRun, found: list[list[Event]]) -> float:
-    """Median seconds of the inner steps of blocking rounds, without the first cycle."""
+    """Return the median seconds of the inner steps of blocking rounds, without the first cycle."""
     return median(e["stepped"] for events in found for e in events[WARM_CYCLES:]) / run.config.inner_steps
 
 
 def count_products(seconds: float, sample: int = 500) -> int:
-    """How many matrix products of an island take about so long on one core."""
+    """Return how many matrix products of an island take about `seconds` on one core."""
     torch.set_num_threads(1)
     factor = torch.rand(PRODUCT_DIM, PRODUCT_DIM)
     multiply(factor, sample)
@@ -173,7 +180,7 @@ def print_overlap(args: argparse.Namespace) -> None:
     """Print the share of a blocking round's cost that each delay hides."""
     num_islands, inner_steps = args.islands[0], 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
-    # A round lands before the next one is launched.
+    # A round must land before the next one is launched.
     delays = [(count, delay) for count in args.fragments for delay in args.delays if delay <= inner_steps // count]
     blocking = PlannedRun(args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared))
     predicted = predict(blocking.case)
@@ -184,17 +191,19 @@ def print_overlap(args: argparse.Namespace) -> None:
         tasks = [replace(task, products=count_products(step_seconds)) for task in tasks]
     print(f"{inner_steps} inner steps of {step_seconds * 1e3:.0f} ms\n{HEADER}")
     rows = measure_rows([with_duration(PlannedRun(args.links[0], num_islands, task), args.seconds) for task in tasks])
-    # Time beyond that of the inner steps, relative to it.
+    # Time beyond the inner steps' time, relative to it.
     costs = [1 / row.utilisation - 1 for row in rows]
     print(f"a blocking round costs {costs[0]:.1%} of its inner steps' time")
     for row, cost in list(zip(rows, costs, strict=True))[1:]:
         outer = row.run.config
         most = min(costs[0], outer.fragments * outer.delay / inner_steps)
         print(
-            f"fragments {outer.fragments}, delay {outer.delay:>2} of {row.run.task.step_seconds * 1e3:.0f} ms: "
-            f"{1 - cost / costs[0]:.1%} of it is hidden, {(costs[0] - cost) / most:.1%} of what so many steps can "
-            f"hide, {row.utilisation:.1%} of the inner steps per second without communication; a cycle takes "
-            f"{row.cpu_seconds:.2f} s of an island's processor, a blocking one {rows[0].cpu_seconds:.2f} s"
+            f"fragments {outer.fragments}, delay {outer.delay:>2} of "
+            f"{row.run.task.step_seconds * 1e3:.0f} ms: {1 - cost / costs[0]:.1%} of it is hidden, "
+            f"{(costs[0] - cost) / most:.1%} of what this delay can hide, {row.utilisation:.1%} of "
+            "the inner steps per second without communication; a cycle takes "
+            f"{row.cpu_seconds:.2f} s of an island's processor, a blocking one "
+            f"{rows[0].cpu_seconds:.2f} s"
         )
 
 
@@ -202,7 +211,8 @@ def print_overlap(args: argparse.Namespace) -> None:
 
 
 def print_wire_bytes(args: argparse.Namespace) -> None:
-    """Print by codec the bytes that an island sends on its link in a round, and each term of the expected bytes.
+    """Print, by codec, an island's bytes on its link per round, and the terms of the expected
+    bytes.
 
     The last column is the payload in bits per parameter and peer.
     """
@@ -220,12 +230,17 @@ def print_wire_bytes(args: argparse.Namespace) -> None:
 
 
 def sent_bytes_per_round(found: list[list[Event]]) -> float:
-    """Bytes that an island sends on its link in a round: the median over rounds, averaged over the islands."""
+    """Return an island's bytes on its link per round: the median over rounds, averaged over
+    islands.
+    """
     return mean(median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :])) for events in found)
 
 
 def wire_byte_terms(run: PlannedRun) -> tuple[float, float, float, float]:
-    """Expected bytes that an island sends in a round: payloads, gloo's messages, frame headers, acknowledgements."""
+    """Return the terms of the bytes that an island is expected to send per round.
+
+    They are payloads, gloo's messages, frame headers and acknowledgements.
+    """
     outer, islands = run.config, run.num_islands
     codecs, specs = build_codec_choice(outer), run.case.specs
     space = build_space(specs, outer)
@@ -262,10 +277,14 @@ def main() -> None:
     )
     parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute")
+    parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute matrix products")
     parser.add_argument("--fragments", nargs="+", type=int, default=[1, 4], help="of --overlap")
     parser.add_argument(
-        "--delays", nargs="+", type=int, default=[4, 8, 16, 32], help="of --overlap, where rounds are so far apart"
+        "--delays",
+        nargs="+",
+        type=int,
+        default=[4, 8, 16, 32],
+        help="with --overlap: values of outer.delay that fit between two rounds",
     )
     parser.add_argument("--wire", action="store_true")
     args = parser.parse_args()

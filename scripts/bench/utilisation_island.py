@@ -52,7 +52,10 @@ class Task:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name. Names are those of a model, because fragments depend on them. At least 2M parameters."""
+        """Shapes by name, at least 2M parameters.
+
+        Fragments depend on the names, which are a model's.
+        """
         layers = max(1, round((self.num_params - 2 * VOCABULARY * DIM) / (LAYER[0] * LAYER[1])))
         inside = {f"layers.{i}.w": LAYER for i in range(layers)}
         table = (VOCABULARY, DIM)
@@ -61,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TimedIslandSpec:
-    """One island, for all tasks."""
+    """One island, which runs all tasks."""
 
     index: int
     namespace: str
@@ -97,7 +100,11 @@ class IslandLoop:
         outer.finish()
 
     def inner_steps(self) -> None:
-        """Make the round's inner steps. A late step is made up for, unless the outer loop delayed it."""
+        """Make the round's inner steps.
+
+        Steps after a late one are shortened to make up for it, unless the outer loop caused the
+        delay.
+        """
         outer, steps = self._outer, self._outer.inner_steps()
         due_at = time.monotonic()
         for done in range(1, steps + 1):
@@ -140,7 +147,7 @@ class IslandLoop:
 
 
 def multiply(factor: torch.Tensor, products: int) -> None:
-    """Compute so many matrix products."""
+    """Compute `products` matrix products."""
     for _ in range(products):
         factor @ factor
 

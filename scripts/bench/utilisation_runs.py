@@ -71,7 +71,7 @@ def build_task(num_params: int, step_seconds: float, num_islands: int, **outer: 
 
 
 def with_duration(run: PlannedRun, seconds: float) -> PlannedRun:
-    """The run with as many rounds as take about `seconds`, at least two and at most eight measured cycles."""
+    """Return the run with the rounds that take about `seconds`: two to eight measured cycles."""
     cycles = round(min(max(seconds / predict(run.case).total_seconds, 2), 8))
     rounds = WARM_CYCLES + cycles + (run.config.delay > 0)
     return replace(run, task=replace(run.task, outer=run.task.outer | {"rounds": rounds}))

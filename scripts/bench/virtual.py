@@ -1,11 +1,12 @@
-"""Compares `diloco simulate --virtual` with real islands: utilisation and seconds of a round of the same runs.
+"""Compares `diloco simulate --virtual` with real islands: utilisation and seconds of a round.
 
     python -m scripts.bench.virtual                      # 2 and 4 islands, 20 and 50 Mbit/s, int8 and int4; needs root
     python -m scripts.bench.virtual --links 20mbit,rtt=50ms --islands 2 3 4 --codecs fp32
 
-The real islands are those of scripts/bench/utilisation.py: processes in network namespaces with shaped links, whose
-inner steps sleep until they have lasted exactly --step-seconds. The virtual ones get the same links and steps, and as
-the time of their own work what `diloco plan`'s model says of this machine, times the real islands on each of its cores.
+The real islands are those of scripts/bench/utilisation.py: processes in network namespaces with
+shaped links, whose inner steps sleep until they have lasted exactly --step-seconds. The virtual
+islands have the same links and steps. The time of their own work is predicted by `diloco plan`'s
+model of this machine, multiplied by the number of real islands per core.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def plan_runs(options: argparse.Namespace) -> Iterator[list[PlannedRun]]:
-    """The real runs, those of one link and number of islands together."""
+    """Yield lists of real runs. The runs of a list have the same link and number of islands."""
     for link in options.links:
         for num_islands in options.islands:
             settings = [{"codec": codec, "inner_steps": n} for codec in options.codecs for n in options.inner_steps]
@@ -70,7 +71,7 @@ def plan_runs(options: argparse.Namespace) -> Iterator[list[PlannedRun]]:
 
 
 def simulate(run: PlannedRun, predicted: Prediction) -> Results:
-    """The same run on virtual time."""
+    """Simulate the same run on virtual time."""
     own_work = predicted.copy_seconds + predicted.codec_seconds + predicted.step_seconds
     on_each_core = max(1.0, run.num_islands / (os.cpu_count() or 1))
     virtual = VirtualRun(

@@ -1,4 +1,4 @@
-"""Wall clock to a fixed held-out loss on slow links: data-parallel training, averaging now and then, and in few bits.
+"""Wall clock to a fixed held-out loss on slow links: data-parallel training, rare averaging, and few bits.
 
     python -m scripts.bench.wallclock [--rows data-parallel,averaging] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
     python -m scripts.bench.wallclock --torchft-python PATH --seeds 0,1,2,3,4 \\
@@ -66,7 +66,7 @@ class Method:
 
 
 ROWS = {
-    # It uses only the model, the text, the inner optimizer and the number of steps of the config.
+    # Of the config, it uses only the model, the text, the inner optimizer and the number of steps.
     DATA_PARALLEL: Method("data-parallel, AdamW, torch's DDP", "fedavg", is_data_parallel=True, rival="ddp"),
     "data-parallel-ours": Method("data-parallel, AdamW, our trainer", "fedavg", is_data_parallel=True),
     "data-parallel-muon": Method("data-parallel, Muon, our trainer", "muloco", is_data_parallel=True),
@@ -183,7 +183,7 @@ def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) ->
         for result in found if len(found) > 1 else []:
             seconds = seconds_to(result.curve, args.loss)
             print(f"    {'never' if seconds is None else f'{seconds:.1f} s'}: seed {result.seed}")
-    print("x DDP, x torchft: how many times as fast as these rows to the loss")
+    print("x DDP, x torchft: how many times faster than these rows the loss is reached")
     print(
         "network: share of the run's time that was neither compute nor evaluation; MB sent: by a machine in the whole"
     )
@@ -191,16 +191,18 @@ def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) ->
 
 
 def median_seconds(results: Sequence[WallclockResult], loss: float) -> float | None:
-    """Median seconds to the loss. None if there are no runs or one never reaches it."""
+    """Return the median seconds to the loss. None if there are no runs or one never reaches it."""
     seconds = [seconds_to(result.curve, loss) for result in results]
     reached = [s for s in seconds if s is not None]
     return median(reached) if reached and len(reached) == len(seconds) else None
 
 
 def network_share(result: WallclockResult, compute: float | None) -> float | None:
-    """Share of the run's time in which islands were stalled, or that data-parallel steps took beyond `compute`.
+    """Return the share of the run's time that the network cost.
 
-    `compute` is the seconds of the islands' steps, which do the same work without the all-reduce. None if unknown.
+    It is the time in which islands were stalled, or that data-parallel steps took beyond `compute`:
+    the seconds of the islands' steps, which do the same work without the all-reduce. None if
+    unknown.
     """
     if not ROWS[result.row].is_data_parallel:
         return result.stalled_seconds / result.curve[-1][0]

@@ -1,11 +1,12 @@
-"""One machine of a rival in scripts/bench/wallclock.py: a plain training loop on a run's model, text and optimizer.
+"""One machine of a rival in scripts/bench/wallclock.py: a plain loop on a run's model and text.
 
     python -m scripts.bench.wallclock_machine ddp|torchft|torchft-streaming CONFIG [section.key=value ...]
 
-ddp averages gradients in every step with torch's DistributedDataParallel; the others are torchft's DiLoCo
-(wallclock_torchft.py). Rank, number of machines and the first machine's address come from RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT, the machine's own address from HOST. Steps, rounds and held-out losses are recorded as islands and the
-data-parallel baseline record them.
+ddp averages gradients in every step with torch's DistributedDataParallel; the others are torchft's
+DiLoCo (wallclock_torchft.py). All have the run's optimizer. Rank, number of machines and the first
+machine's address come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, the machine's own address
+from HOST. Steps, rounds and held-out losses are recorded in the format of islands and of the
+data-parallel baseline.
 """
 
 import os
@@ -63,7 +64,10 @@ def train(machine: Machine, rival: Rival, metrics: Metrics) -> None:
 
 
 def build_reader(machine: Machine, rival: Rival) -> Callable[[int], list[torch.Tensor]]:
-    """The micro-batches of this machine in a step. Together the machines read the same sequences either way."""
+    """Return a function that reads this machine's micro-batches of a step.
+
+    Together, the machines of either kind of rival read the same sequences.
+    """
     size, rank, count = machine.island.micro_batch, machine.rank, machine.count
     if rival.is_data_parallel:
         shared = machine.batches(1)
@@ -73,7 +77,10 @@ def build_reader(machine: Machine, rival: Rival) -> Callable[[int], list[torch.T
 
 
 def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tuple[float, int]:
-    """Accumulate the gradients of the mean loss over this machine's windows. Returns that loss and their tokens."""
+    """Accumulate the gradients of the mean loss over this machine's windows.
+
+    Return that loss and the number of tokens.
+    """
     seq_len = machine.run.data.seq_len
     cut = Cutter(torch.arange(seq_len), seq_len, eos_of(machine))
     tokens, total = sum(map(num_targets, windows)), 0.0
@@ -87,12 +94,12 @@ def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tup
 
 
 def eos_of(machine: Machine) -> int | None:
-    """The token that ends a document, if attention must stay within documents."""
+    """Return the token that ends a document, if attention must stay within documents, else None."""
     return machine.corpus.eos_id if machine.run.data.document_mask else None
 
 
 def build_round(step: int, stalled_seconds: float) -> RoundRecord:
-    """The record of what stalled an island after a step: a round, its launch, or nothing."""
+    """Return the record of what stalled an island after a step: a round, its launch, or nothing."""
     return RoundRecord(
         round=step,
         attempt=0,
@@ -109,7 +116,10 @@ def build_round(step: int, stalled_seconds: float) -> RoundRecord:
 
 
 def evaluate_if_due(machine: Machine, rival: Rival, num_steps: int, metrics: Metrics) -> None:
-    """Evaluate the global params where islands would. Machines that train together share the work."""
+    """Evaluate the global params at the steps at which islands would.
+
+    Machines that train together share the work.
+    """
     run = machine.run
     cycle, rest = divmod(num_steps, run.outer.inner_steps)
     if rest or (cycle % run.evaluate.every_rounds and num_steps < run.total_steps):
@@ -143,7 +153,10 @@ def main() -> None:
 
 
 def metrics_path(machine: Machine, rival: Rival) -> Path:
-    """Where this machine records. Of machines that make each step together only the first one does."""
+    """Return the file in which this machine records.
+
+    If machines make each step together, only the first one records.
+    """
     if rival.is_data_parallel and machine.rank:
         return Path(os.devnull)
     name = BASELINE if rival.is_data_parallel else machine.island.label
@@ -151,7 +164,7 @@ def metrics_path(machine: Machine, rival: Rival) -> Path:
 
 
 def open_rival(kind: str, machine: Machine) -> AbstractContextManager[Rival]:
-    """Open the rival of this kind. Only a Python with torchft can open torchft's."""
+    """Open the rival of this kind. Only a Python with torchft can open torchft's rivals."""
     if kind == "ddp":
         return open_ddp(machine)
     from scripts.bench.wallclock_torchft import open_torchft

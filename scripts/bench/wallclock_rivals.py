@@ -1,4 +1,4 @@
-"""The rivals in scripts/bench/wallclock.py: what a machine has, and how machines train together. Here: torch's DDP."""
+"""The machines and rivals of scripts/bench/wallclock.py, among them torch's DDP."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from inner.optim.build import build_optimizers
 from inner.params import LocalParams
 
 LIMIT = timedelta(seconds=600)
-"""Of each wait for other machines."""
+"""Limit of each wait for other machines."""
 
 
 class Machine:
@@ -36,11 +36,16 @@ class Machine:
         names = [name for name, _ in self.model.named_parameters()]
         (self.optimizer,) = build_optimizers([self.model], names, run.optimizer)
         self.stepped_at = 0.0
-        """When the optimizer's last step ended, in unix seconds. torchft averages in a hook that comes after it."""
+        """Unix time at the end of the optimizer's last step. torchft averages in a hook after
+        the step.
+        """
         self.optimizer.register_step_post_hook(self._note_step)
 
     def batches(self, num_readers: int) -> IslandBatches:
-        """The text as the units that islands read, or one island with the tokens of all of them."""
+        """Return the text as the units that islands read.
+
+        With one reader, that is one island with the tokens of all machines.
+        """
         num_sequences = self.run.optimizer.tokens_per_step * self.count // num_readers // self.run.data.seq_len
         return IslandBatches(self.corpus, self.run.data.seq_len, self.run.seed, num_readers, num_sequences)
 
@@ -63,7 +68,7 @@ class Rival:
 
 
 def build_model(run: RunConfig, corpus: Corpus) -> Transformer:
-    """The run's model with its initial weights, without a mesh."""
+    """Build the run's model with its initial weights, without a mesh."""
     model = Transformer(resolve_sizes(run.model, corpus.vocab_size), torch.arange(run.data.seq_len))
     initialise(LocalParams(model, [model]), [model], run.seed)
     return model
@@ -71,7 +76,7 @@ def build_model(run: RunConfig, corpus: Corpus) -> Transformer:
 
 @contextmanager
 def open_ddp(machine: Machine) -> Iterator[Rival]:
-    """torch's DistributedDataParallel over gloo, as it comes."""
+    """Open torch's DistributedDataParallel over gloo, with its default settings."""
     dist.init_process_group("gloo", timeout=LIMIT)
     model = DistributedDataParallel(machine.model)
     yield Rival(model, no_sync=model.no_sync, is_data_parallel=True)
@@ -79,7 +84,9 @@ def open_ddp(machine: Machine) -> Iterator[Rival]:
 
 
 def build_fragments(model: nn.Module) -> list[nn.Module]:
-    """Each layer, and the other modules together. They cover the model's parameters once."""
+    """Return each layer, and the other modules together. Each parameter is in exactly one of
+    them.
+    """
     children = dict(model.named_children())
     layers = list(children.pop("layers").children())
     return [*layers, nn.ModuleList(children.values())]
@@ -95,7 +102,7 @@ class GlobalParams:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the global params inside the context."""
+        """Give the model the global params inside the context."""
         local = {param: param.detach().clone() for param in self._values}
         self._copy(self._values)
         yield

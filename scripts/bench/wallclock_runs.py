@@ -41,7 +41,7 @@ class WallclockRun:
 
     @property
     def settings(self) -> str:
-        """Settings that distinguish it from other runs of its row."""
+        """Settings that distinguish the run from other runs of its row."""
         return " ".join([self.link, *filter(None, [self.rival]), *self.arguments])
 
 
@@ -58,7 +58,7 @@ class WallclockResult:
     step_seconds: float
     """Median of the inner steps. For data-parallel training it includes the all-reduce of gradients."""
     stalled_seconds: float
-    """Total time that inner steps were stalled for rounds, averaged over the machines."""
+    """Total time in which rounds stalled inner steps, averaged over the machines."""
     sent_bytes: float
     """Bytes that a machine sent on its link in the whole run, with headers, averaged over the machines."""
     load: float
@@ -162,7 +162,10 @@ def build_result(run: WallclockRun, machines: Sequence[IslandRecords], sent: flo
 
 
 def build_curve(machines: Sequence[IslandRecords], begun_at: float) -> list[tuple[float, float]]:
-    """Held-out losses by seconds since `begun_at`, without that of the untrained model, which only islands measure."""
+    """Return held-out losses by seconds since `begun_at`.
+
+    The loss of the untrained model, which only islands measure, is left out.
+    """
     evals = [record for machine in machines for record in machine.evals if record.round > 0]
     curve: list[tuple[float, float]] = []
     for number in sorted({record.round for record in evals}):
@@ -174,7 +177,10 @@ def build_curve(machines: Sequence[IslandRecords], begun_at: float) -> list[tupl
 
 
 def seconds_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Seconds at which the held-out loss reached `loss`, interpolated linearly. None if it never did."""
+    """Return the seconds at which the held-out loss reached `loss`, interpolated linearly.
+
+    None if it never did.
+    """
     before: tuple[float, float] | None = None
     for seconds, measured in curve:
         if measured <= loss and before is None:

@@ -1,7 +1,8 @@
-"""torchft's DiLoCo, with and without streaming, as a rival in scripts/bench/wallclock.py. Only torchft's Python has it.
+"""torchft's DiLoCo, with and without streaming, as a rival in scripts/bench/wallclock.py.
 
-It averages as often as the config's outer section says and with its outer optimizer, but in fp32. With streaming,
-each layer is a fragment, and the embedding with the head is another one.
+Only a Python with torchft can import it. It averages as often as the config's outer section demands
+and with the config's outer optimizer, but in fp32. With streaming, each layer is a fragment, and
+the embedding with the head is another one.
 """
 
 import os

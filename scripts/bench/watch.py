@@ -1,9 +1,10 @@
-"""How long the page of `diloco watch` takes to load a long run of many islands, and to show what is new.
+"""How fast the page of `diloco watch` loads a long run of many islands, and shows what is new.
 
     python -m scripts.bench.watch --islands 32 --rounds 10000
 
-Writes records like those of a run, serves them, opens the page in Chromium (CHROMIUM, else /usr/bin/chromium), and
-prints the milliseconds to the first complete page, and those that the page computes for each second's update.
+Writes records like those of a run, serves them, opens the page in Chromium (CHROMIUM, else
+/usr/bin/chromium), and prints the milliseconds to the first complete page, and the milliseconds
+that the page computes for each second's update.
 """
 
 import argparse
@@ -29,7 +30,7 @@ MEASURE = """() => { const begin = performance.now(); draw(); return performance
 
 
 def main() -> None:
-    """Write the run, measure, print."""
+    """Write the records of a run, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--islands", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10_000)
@@ -89,7 +90,9 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
 
 
 def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, port: int) -> dict[str, float]:
-    """Seconds until the server is ready, then milliseconds of a first load and of an update's drawing."""
+    """Return the seconds until the server is ready, and milliseconds of a first load and of an
+    update.
+    """
     from playwright.sync_api import sync_playwright
 
     begin = time.monotonic()
@@ -119,7 +122,7 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
 
 
 def wait_for_round(page, number: int) -> None:
-    """Wait until the page has been sent this round of every island."""
+    """Wait until the page has received this round of every island."""
     newest = "() => Math.min(...Object.values(run.islands).map((rows) => rows.rounds.at(-1)[1]))"
     deadline = time.monotonic() + GUARD_MS / 1000
     while page.evaluate(newest) < number:
@@ -128,7 +131,7 @@ def wait_for_round(page, number: int) -> None:
 
 
 def open_page(page, url: str) -> float:
-    """Load the page; milliseconds until every panel is drawn."""
+    """Load the page, and return the milliseconds until every panel is drawn."""
     begin = time.monotonic()
     for _ in range(50):
         try:

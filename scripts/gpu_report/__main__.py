@@ -22,7 +22,7 @@ from scripts.gpu_report.place import Place
 from scripts.gpu_report.sections import SECTIONS, SectionReport, find_obstacle, load_section, run_apart
 
 SLACK_SECONDS = 5.0
-"""Left for a section to be worth starting."""
+"""Least remaining time in which a section is still started."""
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
             report = run_apart(section, place, min(section.limit_seconds * place.patience, left))
         print(report.text(), flush=True)
         reports.append(report)
-        # What is known stays known if this process is ended.
+        # Written after each section, so that the report is kept if this process is ended.
         if args.json:
             write_json(Path(args.json), place, reports)
     return 0 if all(report.is_good for report in reports) else 1
@@ -61,8 +61,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"some of {', '.join(names)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="time for all sections together")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, too")
-    parser.add_argument("--json", metavar="FILE", help="write the report there as well")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="also measure with torch.compile"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.only) - set(names)):
@@ -71,8 +73,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_here(source: str, place: Place) -> NoReturn:
-    """Run a section in this process: one line of JSON for each row. Ends the process."""
-    # A section that is stopped ends what it has started.
+    """Run a section in this process, print one line of JSON for each row, and end the process."""
+    # SIGTERM must let the section end the processes that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for row in load_section(source)(place):
         print(json.dumps(row), flush=True)

@@ -1,7 +1,8 @@
-"""The attention kernel that torch takes for the trainer's call, and those of documents and `cp` beside it, timed.
+"""Times the attention kernel behind the trainer's call, and the kernels of documents and `cp`.
 
-torch has several kernels behind one call and prefers cuDNN's on Hopper. Packed documents and context parallelism also
-need the log-sum-exp of the scores, so they call FlashAttention by name: inner/model/attention_kernels.py.
+torch has several kernels behind one call and prefers cuDNN's on Hopper. Packed documents and
+context parallelism also need the log-sum-exp of the scores, so they call FlashAttention by name:
+inner/model/attention_kernels.py.
 """
 
 import time
@@ -24,9 +25,12 @@ from scripts.gpu_report.training import TINY, wait_for_device
 CALLS = 10
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 DOCUMENTS = 8
-"""In a sequence, where there are several."""
+"""Number of documents in a sequence that has several."""
 TOLERANCE = 0.02
-"""Largest difference of an output of another kernel, relative to the largest output: two roundings of bf16 and more."""
+"""Largest difference between the outputs of two kernels, relative to the largest output.
+
+It is more than two roundings of bf16.
+"""
 
 
 def time_attention(place: Place) -> Iterator[Row]:
@@ -51,7 +55,7 @@ class Inputs:
 
     @property
     def flops(self) -> float:
-        """Operations of causal attention, forward and backward, which needs five products where the forward has two."""
+        """Operations of causal attention, forward (two products) and backward (five products)."""
         B, S, H, E = self.q_BSHE.shape
         return 3.5 * 2.0 * B * H * S * S * E
 
@@ -65,7 +69,7 @@ def draw_inputs(place: Place, sizes: ModelSizes, seq_len: int, micro_batch: int)
 
 
 def time_plain(place: Place, inputs: Inputs) -> Row:
-    """The trainer's call, and the same with each kernel named."""
+    """Time the trainer's call, and the same call with each kernel by name."""
     row: Row = {"chosen": find_chosen(inputs), **describe(place, inputs, lambda: run(inputs, None))}
     for name, backend in () if place.is_tiny else KERNELS.items():
         try:
@@ -77,13 +81,16 @@ def time_plain(place: Place, inputs: Inputs) -> Row:
 
 
 def find_chosen(inputs: Inputs) -> str:
-    """The kernel behind the trainer's call."""
+    """Return the name of the kernel behind the trainer's call."""
     q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE))
     return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)).name
 
 
 def time_documents(place: Place, inputs: Inputs, number: int) -> Row:
-    """So many documents of equal length in each sequence. One has the work of plain attention."""
+    """Time attention to `number` documents of equal length in each sequence.
+
+    One document has the work of plain attention.
+    """
     B, S = inputs.q_BSHE.shape[:2]
     numbers_BS = np.broadcast_to(np.arange(S) * number // S, (B, S))
     packing = build_packing(numbers_BS, np.arange(S), torch.device(place.first))
@@ -95,13 +102,13 @@ def time_documents(place: Place, inputs: Inputs, number: int) -> Row:
 
 
 def run(inputs: Inputs, packing: Packing | None) -> None:
-    """Attention forward and backward."""
+    """Run attention forward and backward."""
     out = causal_attention(inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE, packing)
     torch.autograd.grad(out, (inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE), inputs.grad_BSHE)
 
 
 def time_context(place: Place, inputs: Inputs) -> Row:
-    """The kernels with which a rank of `cp` attends to its own keys, without any exchange."""
+    """Time the kernels with which a rank of `cp` attends to its own keys, without any exchange."""
     tensors = inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE, inputs.grad_BSHE
     q, k, v, grad = (x.detach().transpose(1, 2) for x in tensors)
 
@@ -115,19 +122,21 @@ def time_context(place: Place, inputs: Inputs) -> Row:
 
 
 def difference(out_BSHE: Tensor, inputs: Inputs) -> float:
-    """The largest difference from the trainer's plain call, relative to its largest output."""
+    """Return the largest difference from the trainer's plain call, relative to its largest
+    output.
+    """
     expected = causal_attention(inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE).detach().float()
     return float((out_BSHE.detach().float() - expected).abs().max() / expected.abs().max())
 
 
 def describe(place: Place, inputs: Inputs, work: Callable[[], object], share: float = 1.0) -> Row:
-    """Time and rate of a call that does this share of the operations."""
+    """Return time and rate of a call that does `share` of the operations."""
     took = call_seconds(place, work)
     return {"ms": 1e3 * took, "TFLOPs_per_s": share * inputs.flops / took / 1e12}
 
 
 def call_seconds(place: Place, work: Callable[[], object]) -> float:
-    """The median time of a call, after three that plan and load what they need."""
+    """Return the median seconds of a call, after three calls that plan and load what they need."""
     took: list[float] = []
     for _ in range(3 + CALLS):
         wait_for_device(place)

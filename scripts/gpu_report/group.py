@@ -1,4 +1,4 @@
-"""What a group of one rank shows of NCCL: collectives, torch's record of them, and the watchdog's verdict on a hang."""
+"""Checks NCCL in a group of one rank: collectives, torch's record of them, and a hang's verdict."""
 
 import os
 import subprocess
@@ -20,16 +20,16 @@ from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_d
 
 ELEMENTS = 1 << 20
 STEPS = 3
-"""After three pieces of work of a kind the watchdog has measured it."""
+"""Number of steps after which the watchdog has measured a kind of work."""
 WATCHDOG_SECONDS = 3.0
 STUCK_SECONDS = 12.0
-"""How long the device stays stuck, should nobody end the process."""
+"""How long the device stays stuck if nothing ends the process."""
 CYCLES_PER_SECOND = 2e9
-"""No GPU is much faster."""
+"""A rate that GPUs hardly exceed."""
 LIMIT_SECONDS = 90.0
 
 Collective = Callable[[Tensor, Tensor], object]
-"""Reads the first tensor and leaves the result, which is equal to it on one rank, in the second one."""
+"""Reads the first tensor and leaves the result in the second one. On one rank the two are equal."""
 COLLECTIVES: dict[str, Collective] = {
     "all_gather_into_tensor": lambda values, result: dist.all_gather_into_tensor(result, values),
     "reduce_scatter_tensor": lambda values, result: dist.reduce_scatter_tensor(result, values),
@@ -48,7 +48,10 @@ def check_group(place: Place) -> Iterator[Row]:
 
 
 def check_collective(place: Place, collective: Collective) -> Row:
-    """The first call makes the communicator."""
+    """Compare the result of a collective with its input, and time it.
+
+    The first call creates the communicator.
+    """
     values = torch.randn(ELEMENTS, device=place.first)
     result = torch.empty_like(values)
     took = [call_seconds(place, lambda: collective(values, result)) for _ in range(3)]
@@ -65,7 +68,10 @@ def call_seconds(place: Place, work: Callable[[], object]) -> float:
 
 
 def check_record() -> Row:
-    """The watchdog reads from torch's flight recorder what hangs: all collectives must be there, and be complete."""
+    """Check that torch's flight recorder has all collectives, and that they are complete.
+
+    From its entries the watchdog finds out what hangs.
+    """
     entries = flight_record()
     found = sorted({entry["profiling_name"] for entry in entries})
     complete = sum(is_complete(entry) for entry in entries)
@@ -73,19 +79,25 @@ def check_record() -> Row:
 
 
 def describe_hang(place: Place) -> Row:
-    """Train in a process of its own until its device is stuck: what its watchdog says, and how it ends."""
+    """Train in a process of its own until its device is stuck.
+
+    Return the verdict of its watchdog, and how it ends.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "scripts.gpu_report.group", place.device, folder]
         started = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS * place.patience)
         seconds, verdict, dump = time.monotonic() - started, Path(folder, "verdict"), Path(folder, "hang-0.txt")
-        said = verdict.read_text() if verdict.exists() else f"none; its last words: {done.stderr[-500:]}"
+        said = verdict.read_text() if verdict.exists() else f"none; the end of its errors: {done.stderr[-500:]}"
         is_good = done.returncode == HUNG and "rank 0" in said and dump.exists()
         return {"verdict": said, "exit_status": done.returncode, "seconds": seconds, "ok": is_good}
 
 
 def hang(place: Place, folder: Path) -> None:
-    """Train, the last step with a stuck device: the watchdog ends this process with the status HUNG."""
+    """Train, and make the last step with a stuck device.
+
+    The watchdog ends this process with the status HUNG.
+    """
     activity = ActivityMonitor(WATCHDOG_SECONDS)
 
     def report(verdict: str) -> None:
@@ -99,13 +111,13 @@ def hang(place: Place, folder: Path) -> None:
                 activity.start("inner step")
                 if step == STEPS:
                     keep_busy(place)
-                # With NCCL it is only enqueued, and waits as long as the device does.
+                # NCCL only enqueues it, and it waits as long as the device does.
                 dist.all_reduce(torch.ones(1, device=place.first))
                 trainer.step(case.windows(step))
 
 
 def keep_busy(place: Place) -> None:
-    """Give the device work that keeps all later work waiting; on a CPU the thread itself waits."""
+    """Give the device work that delays all later work; on a CPU the thread itself waits."""
     if place.is_tiny:
         time.sleep(STUCK_SECONDS * place.patience)
     else:

@@ -1,4 +1,4 @@
-"""The peak of a step's memory against the plan of `diloco mesh`."""
+"""Compares the peak memory of a step with the plan of `diloco mesh`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,14 +28,17 @@ def compare_peaks(place: Place) -> Iterator[Row]:
 
 
 def build_case(place: Place) -> TrainingCase:
-    """Layers as wide as those of 8b, so that the parts of the plan have their proportions; 2.8 GB of weights."""
+    """Return a case with layers as wide as those of 8b: the plan's parts keep their proportions.
+
+    It has 2.8 GB of weights.
+    """
     if place.is_tiny:
         return TrainingCase(replace(TINY, dim=128, num_layers=4, ffn_dim=320, vocab_size=512), 64, 4)
     return TrainingCase(replace(PRESETS["8b"], num_layers=2, vocab_size=32000), 4096, 1)
 
 
 def compare(place: Place, case: TrainingCase) -> Row:
-    """Measure the second step; the first one makes the optimizer's state."""
+    """Measure the second step, because the first one creates the optimizer's state."""
     trainer = case.build(place.first, weights_matter=False)
     trainer.step(case.windows(0))
     found = measure_peak(place, trainer, case.windows(1))
@@ -45,7 +48,7 @@ def compare(place: Place, case: TrainingCase) -> Row:
 
 
 def measure_peak(place: Place, trainer: Trainer, windows: list[Tensor]) -> int:
-    """The most bytes of tensors at once in a step."""
+    """Return the most bytes of tensors at one time in a step."""
     if place.is_tiny:
         with LiveBytes(_state_of(trainer), "cpu") as live:
             trainer.step(windows)

@@ -1,6 +1,7 @@
-"""Losses of an island of two ranks against those of one rank, in fp32: each dimension, context method and schedule.
+"""Compares losses of an island of two ranks with losses of one rank, in fp32.
 
-Two ranks make all cases one after the other, so python, CUDA and NCCL start once.
+Every dimension, context method and schedule is a case. Two ranks make all cases one after the
+other, so that Python, CUDA and NCCL start once.
 """
 
 import json
@@ -34,7 +35,10 @@ MESHES: dict[str, tuple[Degrees, dict[str, str]]] = {
 
 
 def compare_meshes(place: Place) -> Iterator[Row]:
-    """Start two ranks, which print a row for each mesh. One that hangs ends the section, and keeps the rows before."""
+    """Start two ranks, which print a row for each mesh.
+
+    A rank that hangs ends the section. The rows before are kept.
+    """
     with one_rank(place):
         expected = [step.loss for step in train(build_case(place), place.first)]
     launcher = [sys.executable, "-m", "diloco.runtime.rank_launcher", str(NUM_RANKS), "0"]
@@ -51,7 +55,10 @@ def compare_meshes(place: Place) -> Iterator[Row]:
 
 
 def build_case(place: Place) -> TrainingCase:
-    """One rank's. Eight layers and sixteen sequences are enough for every schedule."""
+    """Return the case of one rank.
+
+    Eight layers and sixteen sequences are enough for every schedule.
+    """
     sizes, seq_len = (TINY, 32) if place.is_tiny else (PRESETS["1m"], 256)
     return TrainingCase(replace(sizes, num_layers=8), seq_len, 2, "float32", num_micro_batches=8)
 
@@ -69,7 +76,7 @@ def run_rank(place: Place, expected: list[float]) -> None:
 
 
 def compare(place: Place, device: str, expected: list[float], degrees: Degrees, settings: dict[str, str]) -> Row:
-    """Every rank must call it."""
+    """Train with this mesh, and compare the losses. Every rank must call it."""
     case = replace(build_case(place), degrees=degrees, parallel=ParallelConfig.model_validate(settings))
     found = [step.loss for step in train(case, device)]
     worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,7 @@
-"""Training on the device against training on the CPU in fp32: losses and gradient norms from equal weights and text."""
+"""Compares training on the device with training on the CPU in fp32.
+
+Losses and gradient norms are compared, from equal weights and text.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +17,10 @@ from scripts.gpu_report.training import TINY, TrainingCase, one_rank
 STEPS = 10
 DTYPES = "bfloat16", "float32"
 FIRST_LOSS = {"float32": 1e-4, "bfloat16": 5e-3}
-"""Largest relative difference of the first loss, by dtype; later ones may drift further, by TIMES_LATER."""
+"""Largest relative difference of the first loss, by dtype.
+
+Later losses may differ TIMES_LATER times as much.
+"""
 TIMES_LATER = 20.0
 
 
@@ -28,9 +34,10 @@ def compare_with_cpu(place: Place) -> Iterator[Row]:
 
 
 def list_cases(place: Place) -> Iterator[tuple[str, bool, str, bool]]:
-    """dtype, whether documents are masked, recomputation, and whether it is compiled: what says most comes first.
+    """Yield dtype, whether documents are masked, recomputation, and whether to compile.
 
-    Eager cases take a second each and compiling up to ten, so not each combination is compiled.
+    The most informative cases come first. Eager cases take a second each and compiled ones up to
+    ten, so only some combinations are compiled.
     """
     yield from product(DTYPES, (False, True), ("none", "selective", "full"), (False,))
     if place.with_compile:
@@ -58,12 +65,15 @@ def train_on_cpu(case: TrainingCase) -> tuple[StepResult, ...]:
 
 
 def train(case: TrainingCase, device: str) -> tuple[StepResult, ...]:
-    """A few steps. Every rank of the case's mesh must call it; each trains on its share of the text."""
+    """Make a few steps, and return their results.
+
+    Every rank of the case's mesh must call it; each trains on its share of the text.
+    """
     trainer = case.build(device)
     first, num_shares = trainer.data_rank, trainer.num_data_ranks
     return tuple(trainer.step(case.windows(step)[first::num_shares]) for step in range(STEPS))
 
 
 def difference(found: float | None, expected: float | None) -> float:
-    """Relative difference; infinite if a step was skipped."""
+    """Return the relative difference; infinity if a step was skipped."""
     return float("inf") if found is None or expected is None else abs(found - expected) / abs(expected)

@@ -1,4 +1,4 @@
-"""Seconds for which the outer loop and checkpoints hold up training, on an island of one rank."""
+"""Measures for how many seconds the outer loop and checkpoints stall an island of one rank."""
 
 import tempfile
 import time
@@ -33,7 +33,7 @@ def time_the_seam(place: Place) -> Iterator[Row]:
             took = time.perf_counter() - started
             return {"seconds": took, "GB": size, "s_per_GB": took / size}
 
-        # The first one page-locks the memory that all later ones use.
+        # The first snapshot page-locks the memory that all later ones use.
         for which in ("first", "later"):
             yield from guarded(f"snapshot (pseudo-gradient), {which}", lambda: seconds(replica.pseudo_grads))
         yield from guarded("land (overwrite local params)", lambda: seconds(replica.take_over))
@@ -43,14 +43,17 @@ def time_the_seam(place: Place) -> Iterator[Row]:
 
 
 def build_case(place: Place) -> TrainingCase:
-    """Tables and layers as wide as those of 1b: 1.5 GB of weights, and three times as much in a checkpoint."""
+    """Return a case with tables and layers as wide as those of 1b.
+
+    It has 1.5 GB of weights, and three times as much in a checkpoint.
+    """
     if place.is_tiny:
         return TrainingCase(TINY, 32, 2)
     return TrainingCase(replace(PRESETS["1b"], num_layers=2), 2048, 1)
 
 
 def time_checkpoint(place: Place, trainer: Trainer, size: float) -> Row:
-    """Time for which a save of `size` GB holds up training, and until it is written."""
+    """Return the seconds for which a save of `size` GB stalls training, and until it is written."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), keep=1)
         wait_for_device(place)

@@ -1,4 +1,4 @@
-"""Where the report runs, and what a row of it is. Imports no torch before it is asked for devices."""
+"""Where the report runs, and what its rows are. torch is imported only to count the devices."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-"""One line of a section: a `name`, figures with their unit in the key, and `ok` if something is expected of it."""
+"""One line of a section: a `name`, figures with their unit in the key, and `ok` if it is a
+check.
+"""
 CPU_DEVICES = 2
 """Number of processes that stand for GPUs with --device cpu."""
 
@@ -28,12 +30,14 @@ class Place:
 
     @property
     def patience(self) -> int:
-        """What time limits are multiplied by: they are made for GPUs, and a CPU may be busy with other work."""
+        """Factor for all time limits: they are made for GPUs, and a CPU may be busy with other
+        work.
+        """
         return 10 if self.is_tiny else 1
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the command that mean this place."""
+        """The command's arguments that select this place."""
         return ["--device", self.device, "--compile" if self.with_compile else "--no-compile"]
 
     @property
@@ -51,12 +55,15 @@ class Place:
 
 
 def guarded(name: str, measure: Callable[[], Row]) -> Iterator[Row]:
-    """The row that `measure` gives, or one that says why there is none: the section goes on with the next."""
+    """Yield the row that `measure` returns, or a row with its error.
+
+    The section then goes on with the next row.
+    """
     yield from guarded_rows(name, lambda: [{"name": name, **measure()}])
 
 
 def guarded_rows(name: str, measure: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """The rows that `measure` gives, and one that says why there are no more, if so."""
+    """Yield the rows of `measure`, and a row with the error if it fails."""
     try:
         yield from measure()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
@@ -65,7 +72,7 @@ def guarded_rows(name: str, measure: Callable[[], Iterable[Row]]) -> Iterator[Ro
 
 
 def parse_row(line: str) -> list[Row]:
-    """The row that a line of a section's output is; none if a library has written the line."""
+    """Return the row in a line of a section's output; none if a library has written the line."""
     try:
         row = json.loads(line)
     except ValueError:

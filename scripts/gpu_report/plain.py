@@ -1,4 +1,6 @@
-"""The plain PyTorch Llama of scripts/bench/plain_llama.py in a training step, to measure our trainer against."""
+"""The plain Llama of scripts/bench/plain_llama.py in a training step, to compare our trainer
+with.
+"""
 
 from collections.abc import Callable
 
@@ -14,7 +16,8 @@ from scripts.gpu_report.training import TrainingCase, free_memory
 class PlainModel(nn.Module):
     """Maps tokens and targets, each (B, S), to their mean loss.
 
-    Compiled, each layer is one graph, as in our trainer, and the head is another one together with the loss.
+    If compiled, each layer is one graph, as in our trainer, and the head with the loss is another
+    one.
     """
 
     def __init__(self, case: TrainingCase) -> None:
@@ -36,7 +39,10 @@ def head_loss(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def build_plain(case: TrainingCase, device: str) -> Callable[[], float]:
-    """A step of it on the case's first text, with fp32 weights, autocast, and fused AdamW."""
+    """Build a step of the plain Llama on the case's first text.
+
+    It has fp32 weights, autocast, and fused AdamW.
+    """
     free_memory(forgets_compiled=case.parallel.compile is True)
     with torch.device(device):
         model = PlainModel(case)

@@ -1,4 +1,7 @@
-"""Whole runs by `diloco simulate`: two islands, which share a lone GPU, and a rank that hangs, which takes two GPUs."""
+"""Whole runs of `diloco simulate`: two islands, which may share a GPU, and a rank that hangs.
+
+The hang takes two GPUs.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,22 +16,24 @@ from scripts.bench.simulation import ROOT, simulate_in
 from scripts.gpu_report.place import Place, Row, guarded
 
 LIMIT_SECONDS = 60.0
-"""For one run."""
+"""Limit of one run."""
 WATCHDOG_SECONDS, CPU_WATCHDOG_SECONDS = 8, 40
-"""On a busy CPU an evaluation takes longer than on a GPU."""
+"""Limits of the watchdog. On a busy CPU an evaluation takes longer than on a GPU."""
 ROUNDS = 4
 SMALL = ["model.preset=15m"]
 TINY = ["model.preset=1m", "data.seq_len=64", "optimizer.tokens_per_step=512", "evaluate.tokens=4096"]
-"""On a CPU."""
+"""Settings for a CPU."""
 KILL = "kill:1@round=1,back=1"
 RUNS = {
     "gloo": ["outer.transport=gloo", "outer.codec=int8"],
     "tls, delay 3": ["outer.transport=tls", "outer.codec=int4", "outer.delay=3"],
-    # With a quorum of both, the rounds wait until the island is back.
+    # With a quorum of both islands, the rounds wait until the killed one is back.
     "tls, island 1 killed and back": ["outer.transport=tls", "outer.codec=int8", "outer.quorum=2", "--fault", KILL],
     "hivemind, delay 3": ["outer.transport=hivemind", "outer.codec=int4", "outer.delay=3"],
 }
-"""Arguments by name: training that waits for rounds, and that goes on meanwhile, over each network."""
+"""Arguments by name, over each network: training that waits for rounds, or that goes on during
+them.
+"""
 
 
 def run_two_islands(place: Place) -> Iterator[Row]:
@@ -41,7 +46,8 @@ def run_two_islands(place: Place) -> Iterator[Row]:
 
 def describe_islands(place: Place, arguments: list[str]) -> Row:
     settings = [*(TINY if place.is_tiny else SMALL), f"outer.rounds={ROUNDS}", f"evaluate.every_rounds={ROUNDS}"]
-    # What compiled layers compute is the section `numerics`; here it would take longer than all the rounds.
+    # The section `numerics` checks compiled layers; here compiling would take longer than all
+    # rounds.
     settings.append("island.parallel.compile=false")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = run(place, Path(folder), ["--islands", "2", "--ranks", "1", *settings, *arguments])
@@ -63,12 +69,12 @@ def describe_islands(place: Place, arguments: list[str]) -> Row:
 
 
 def hang_a_rank(place: Place) -> Iterator[Row]:
-    """Stop one of two ranks: what the watchdog says."""
+    """Stop one of two ranks, and report the verdict of the watchdog."""
     yield from guarded("rank 1 stopped", lambda: describe_hang(place))
 
 
 def describe_hang(place: Place) -> Row:
-    # Late enough that the watchdog has measured three pieces of work of each kind.
+    # At this step the watchdog has measured three pieces of work of each kind.
     fault = ["--fault", "freeze:0@step=18,process=rank1,seconds=600"]
     seconds = CPU_WATCHDOG_SECONDS if place.is_tiny else WATCHDOG_SECONDS
     settings = [f"island.watchdog_seconds={seconds}", "outer.rounds=6", "outer.inner_steps=4"]

@@ -15,9 +15,9 @@ from scripts.gpu_report.place import ROOT, Place, Row, parse_row
 
 HERE = "scripts.gpu_report"
 END_SECONDS = 15.0
-"""How long a section that is out of time may take to end what it has started."""
+"""How long a section that is out of time may take to end the processes that it has started."""
 LAST_CHARACTERS = 1500
-"""Of what a failed section has said."""
+"""Number of last characters of a failed section's errors that are reported."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Section:
 
     name: str
     source: str
-    """Where the generator is, MODULE:FUNCTION."""
+    """Place of the generator, as MODULE:FUNCTION."""
     limit_seconds: float
     min_devices: int = 1
 
@@ -51,13 +51,16 @@ SECTIONS = (
     Section("meshes", f"{HERE}.meshes:compare_meshes", 120, min_devices=2),
     Section("hang", f"{HERE}.runs:hang_a_rank", 60, min_devices=2),
 )
-"""In the order in which they run. What is least new of a GPU is last. Limits of those for one GPU add up to 8 minutes:
-docs/operating.md says from which measured times they come."""
+"""The sections in the order in which they run: those that test least of a GPU are last.
+
+The limits of the sections for one GPU add up to 8 minutes. docs/operating.md has the measured times
+behind them.
+"""
 
 
 @dataclass
 class SectionReport:
-    """What became of a section."""
+    """The outcome of a section."""
 
     name: str
     status: str
@@ -68,7 +71,7 @@ class SectionReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended, or does not apply, and no row has failed or differs from what was expected."""
+        """Whether the section ended or does not apply, and no row has failed or differs."""
         return self.status in ("ended", "does not apply") and all(row.get("ok", True) for row in self.rows)
 
     def values(self) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _format(value: object) -> str:
 
 
 def find_obstacle(section: Section, num_devices: int) -> str:
-    """Why a section does not run on a machine with so many GPUs; empty if it does."""
+    """Return why a section does not run on a machine with `num_devices` GPUs; empty if it does."""
     is_enough = num_devices >= section.min_devices
     return "" if is_enough else f"it takes {section.min_devices} GPUs, and torch finds {num_devices}"
 
@@ -114,7 +117,7 @@ def run_apart(section: Section, place: Place, limit_seconds: float) -> SectionRe
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a section, if it has not ended, and what it has left behind in its session."""
+    """End a section, if it still runs, and the processes that it has left in its session."""
     process.terminate()
     try:
         process.wait(END_SECONDS)
@@ -133,11 +136,11 @@ def _content(file: Any) -> str:
 
 
 def _read_rows(text: str) -> list[Row]:
-    """The rows among the lines of a section; libraries may write there, too."""
+    """Return the rows among the lines of a section; libraries may write lines there, too."""
     return [row for line in text.splitlines() for row in parse_row(line)]
 
 
 def _explain(status: str, limit_seconds: float, returncode: int, errors: str) -> str:
     cause = f"it did not end within {limit_seconds:.0f} s" if status == "out of time" else f"exit status {returncode}"
     said = errors.strip()[-LAST_CHARACTERS:]
-    return f"{cause}; its last words: {said}" if said else cause
+    return f"{cause}; the end of its errors: {said}" if said else cause

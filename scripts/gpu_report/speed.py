@@ -1,8 +1,9 @@
-"""Tokens per second and model FLOPs utilisation (MFU) of inner steps: ours, eager and compiled, beside a plain Llama.
+"""Measures tokens per second and model FLOPs utilisation (MFU) of our steps and a plain Llama's.
 
-MFU is given relative to the data sheet's operations per second (`of_sheet`), as most published figures are, and to the
-measured peak of matrix products (`of_measured`), which is lower. Of attention it counts all scores (`full`), as most
-published figures do, or the half that causal attention needs (`causal`).
+Our steps are measured eager and compiled. MFU is given relative to the data sheet's operations per
+second (`of_sheet`), as most published figures are, and to the measured peak of matrix products
+(`of_measured`), which is lower. Of attention it counts all scores (`full`), as most published
+figures do, or the half that causal attention needs (`causal`).
 """
 
 import time
@@ -22,11 +23,11 @@ from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_d
 
 WARM_STEPS = 3
 SECONDS, FEWEST, MOST = 2.5, 4, 25
-"""Steps are measured for so long, but not fewer or more than these."""
+"""Seconds for which steps are measured, and the fewest and the most steps."""
 DEPTHS = (2, 4)
-"""Numbers of layers between which the time of one layer is found."""
+"""Numbers of layers of two models, whose step times give the time of one layer."""
 TARGET = 0.97
-"""Our tokens per second over those of the plain Llama, both compiled."""
+"""Least ratio of our tokens per second to the plain Llama's, both compiled."""
 
 Measure = Callable[[Place, TrainingCase, str], Row]
 
@@ -43,7 +44,10 @@ def measure_1b(place: Place) -> Iterator[Row]:
 
 
 def measure_8b_layers(place: Place) -> Iterator[Row]:
-    """A whole 8b does not fit with its optimizer: time of a layer and of the rest, added up to the whole model."""
+    """Measure the time of a layer and of the rest, and add them up to a whole 8b.
+
+    A whole 8b does not fit into the memory with its optimizer.
+    """
     case = TrainingCase(PRESETS["8b"], 8192, 1, num_micro_batches=2)
     yield from _measure(place, case, measure_layers)
 
@@ -74,7 +78,10 @@ def describe_peaks(place: Place, case: TrainingCase) -> Row:
 
 
 def find_peaks(place: Place, dtype: str) -> dict[str, float]:
-    """The most operations per second, by the data sheet (of bf16) and as measured; one that is unknown is left out."""
+    """Return the peak operations per second, by the data sheet (of bf16) and as measured.
+
+    An unknown peak is left out.
+    """
     sheet = None if place.is_tiny else find_sheet(torch.cuda.get_device_name(place.first))
     measured = peak_flops(place.first, dtype)
     found = {"sheet": sheet.flops if sheet else None, "measured": measured}
@@ -82,7 +89,10 @@ def find_peaks(place: Place, dtype: str) -> dict[str, float]:
 
 
 def compare(place: Place, ours: Row, plain: Row) -> Row:
-    """What the trainer costs beside a loop that trains on one GPU only. On a CPU the models are too small to say."""
+    """Compare the trainer with a loop that trains on one GPU only.
+
+    On a CPU the models are too small for a verdict.
+    """
     if "tokens_per_s" not in ours or "tokens_per_s" not in plain:
         return {"problem": "one of the two was not measured", "ok": False}
     ratio = ours["tokens_per_s"] / plain["tokens_per_s"]
@@ -103,7 +113,7 @@ def measure_layers(place: Place, case: TrainingCase, who: str) -> Row:
 
 
 def step_seconds(place: Place, case: TrainingCase, who: str) -> float:
-    """The median time of an inner step."""
+    """Return the median seconds of an inner step."""
     step = build_ours(case, place.first) if who == "ours" else build_plain(case, place.first)
     for _ in range(WARM_STEPS):
         step()
@@ -118,7 +128,7 @@ def step_seconds(place: Place, case: TrainingCase, who: str) -> float:
 
 
 def build_ours(case: TrainingCase, device: str) -> Callable[[], object]:
-    """An inner step of our trainer on the case's first text."""
+    """Build an inner step of our trainer on the case's first text."""
     trainer, windows = case.build(device, weights_matter=False), case.windows(0)
     return lambda: trainer.step(windows)
 

@@ -1,4 +1,6 @@
-"""One step in detail: where host and device wait for each other, the longest kernels, and how long the device idles."""
+"""Shows one step in detail: waits of host and device, the longest kernels, the device's idle
+time.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +23,7 @@ from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_d
 MOST_KERNELS, MOST_CHARACTERS = 12, 90
 WARM_STEPS = 3
 STEPS = 2
-"""That are profiled, so that what lies between two steps is seen, too."""
+"""Number of steps that are profiled, so that the time between two steps is seen, too."""
 
 
 def watch_a_step(place: Place) -> Iterator[Row]:
@@ -35,7 +37,7 @@ def watch_a_step(place: Place) -> Iterator[Row]:
 
 
 def build_warm(place: Place, case: TrainingCase) -> Trainer:
-    """A trainer that has made its first steps, which take longest."""
+    """Build a trainer, and make its first steps, which take longest."""
     trainer = case.build(place.first, weights_matter=False)
     for step in range(WARM_STEPS):
         trainer.step(case.windows(step))
@@ -54,8 +56,10 @@ def build_case(place: Place) -> TrainingCase:
 
 
 def count_crossings(place: Place, case: TrainingCase, trainer: Trainer) -> Row:
-    """Waits of the host in a step, as CUDA reports them, against those that the dry run counts: the budget."""
-    # What was counted is reported also where the dry run fails.
+    """Compare the host's waits in a step, as CUDA reports them, with the waits that the dry run
+    counts.
+    """
+    # The counted waits are reported even if the dry run fails.
     waits: Row = {"found": None} if place.is_tiny else count_waits(case, trainer)
     try:
         budget = find_budget(case)
@@ -67,7 +71,7 @@ def count_crossings(place: Place, case: TrainingCase, trainer: Trainer) -> Row:
 
 
 def count_waits(case: TrainingCase, trainer: Trainer) -> Row:
-    """How often the host waits for the device in a step, and where."""
+    """Count how often the host waits for the device in a step, and where."""
     windows = case.windows(0)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -81,7 +85,7 @@ def count_waits(case: TrainingCase, trainer: Trainer) -> Row:
 
 
 def find_budget(case: TrainingCase) -> dict[str, int]:
-    """Crossings of a step that the dry run counts, by what and where."""
+    """Return the crossings of a step that the dry run counts, by kind and place."""
     rehearsal = Rehearsal(
         sizes=case.sizes,
         degrees=Degrees(),
@@ -99,7 +103,9 @@ def find_idle_share(place: Place, case: TrainingCase) -> Row:
 
 
 def profile_steps(place: Place, case: TrainingCase, trainer: Trainer) -> Iterator[Row]:
-    """How long the device idles, and the kernels (on a CPU the operations) that take longest."""
+    """Yield how long the device idles, and the longest kernels (on a CPU the longest
+    operations).
+    """
     kernels = profile(place, case, trainer)
     yield {"name": "device, eager", **describe_device(kernels)}
     by_name: dict[str, list[float]] = {}
@@ -113,17 +119,20 @@ def profile_steps(place: Place, case: TrainingCase, trainer: Trainer) -> Iterato
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the device; on a CPU an operation of torch."""
+    """A kernel that ran on the device; on a CPU an operation of torch."""
 
     name: str
     start_ms: float
     end_ms: float
     own_ms: float
-    """Without the operations inside it."""
+    """Milliseconds without the operations inside it."""
 
 
 def profile(place: Place, case: TrainingCase, trainer: Trainer) -> list[Kernel]:
-    """What runs in a few steps. On a GPU the host is not watched: that would slow down its launches."""
+    """Return the kernels of a few steps.
+
+    On a GPU the host is not profiled, because that would slow down its launches.
+    """
     windows = case.windows(1)
     wait_for_device(place)
     activity = ProfilerActivity.CPU if place.is_tiny else ProfilerActivity.CUDA
@@ -135,7 +144,10 @@ def profile(place: Place, case: TrainingCase, trainer: Trainer) -> list[Kernel]:
 
 
 def find_kernels(events: Iterable[FunctionEvent], is_tiny: bool) -> list[Kernel]:
-    """The kernels, copies and fills among the profiler's events. Annotations span the time between kernels, too."""
+    """Return the kernels, copies and fills among the profiler's events.
+
+    Annotations are left out: they span the time between kernels, too.
+    """
     kind = torch.autograd.DeviceType.CPU if is_tiny else torch.autograd.DeviceType.CUDA
     chosen = [e for e in events if e.device_type == kind and not e.is_user_annotation]
     return [
@@ -150,7 +162,9 @@ def find_kernels(events: Iterable[FunctionEvent], is_tiny: bool) -> list[Kernel]
 
 
 def describe_device(kernels: Sequence[Kernel]) -> Row:
-    """The share of some steps in which nothing runs: from the first kernel to the end of the last one."""
+    """Return the share of time in which nothing runs, from the first kernel to the end of the
+    last one.
+    """
     if not kernels:
         raise RuntimeError("the profiler has seen no kernel")
     whole = max(kernel.end_ms for kernel in kernels) - min(kernel.start_ms for kernel in kernels)
@@ -159,7 +173,7 @@ def describe_device(kernels: Sequence[Kernel]) -> Row:
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of some spans."""
+    """Return the length of the union of some spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)

@@ -35,7 +35,7 @@ class TrainingCase:
     micro_batch: int
     dtype: str = "bfloat16"
     num_micro_batches: int = 1
-    """Of all ranks together."""
+    """Micro-batches of all ranks together."""
     degrees: Degrees = field(default_factory=Degrees)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     masks_documents: bool = False
@@ -62,9 +62,11 @@ class TrainingCase:
         )
 
     def build(self, device: str, *, weights_matter: bool = True) -> Trainer:
-        """This rank's trainer. The process group is open, as in `one_rank`. Frees the memory of trainers before it.
+        """Build this rank's trainer, and free the memory of earlier trainers.
 
-        Weights that matter are drawn from the seed, as in a run: the same on every device. Others are filled in there.
+        The process group must be open, as in `one_rank`. If `weights_matter`, weights are drawn
+        from the seed, as in a run: the same on every device. Otherwise they are filled in on the
+        device.
         """
         free_memory(forgets_compiled=self.parallel.compile is True)
         settings = TrainerSettings(
@@ -78,12 +80,14 @@ class TrainingCase:
             draw_weights=initialise if weights_matter else fill_on_device,
         )
         mesh = IslandMesh(self.degrees, torch.device(device).type)
-        # What a section does not ask to be compiled is measured as it is.
+        # Nothing is compiled unless the section asks for it.
         parallel = self.parallel.model_copy(update={"compile": self.parallel.compile is True})
         return Trainer(self.sizes, self.optimizer, mesh, parallel, settings)
 
     def windows(self, step: int) -> list[Tensor]:
-        """A step's text, the same on every device: random, with a pattern that can be learned."""
+        """Return a step's text, the same on every device: random, with a pattern that can be
+        learned.
+        """
         generator = torch.Generator().manual_seed(step)
         shape = self.num_micro_batches, self.micro_batch, self.seq_len + 1
         windows = torch.randint(0, self.sizes.vocab_size, shape, generator=generator)
@@ -92,7 +96,10 @@ class TrainingCase:
 
 
 def fill_on_device(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
-    """Fill weights and tables where they lie. `initialise` draws about 0.1 billion weights a second, on the host."""
+    """Fill weights and tables on their device.
+
+    `initialise` draws only about 0.1 billion weights per second, on the host.
+    """
     for stage in stages:
         for param in stage.parameters():
             nn.init.normal_(param, std=STD) if param.ndim > 1 else nn.init.ones_(param)
@@ -100,7 +107,10 @@ def fill_on_device(params: LocalParams, stages: Sequence[Transformer], seed: int
 
 
 def free_memory(*, forgets_compiled: bool) -> None:
-    """Free what models before this one held. What they compiled holds some of it, and counts towards torch's limit."""
+    """Free the memory of earlier models.
+
+    Their compiled code holds some of it, and counts towards torch's limit.
+    """
     if forgets_compiled:
         torch.compiler.reset()
     gc.collect()
@@ -110,8 +120,8 @@ def free_memory(*, forgets_compiled: bool) -> None:
 
 @contextmanager
 def one_rank(place: Place) -> Iterator[RankGroup]:
-    """This process is an island of one rank, with the groups that a run would have."""
-    # Products in fp32 are exact, not TF32, as they are compared with the CPU's.
+    """Make this process an island of one rank, with the groups that a run would have."""
+    # fp32 products are exact, not TF32, because they are compared with the CPU's.
     island = IslandConfig.model_validate({"device": place.device, "matmul_precision": "highest"})
     with open_process_group(island, place.first) as ranks:
         try:

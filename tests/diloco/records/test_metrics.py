@@ -335,7 +335,7 @@ def test_records_begin_when_their_file_can_be_opened_and_sinks_get_all(
     metrics.write(a_step(3))
     metrics.close()
     assert [record.step for record in Tail(path).new_records() if isinstance(record, StepRecord)] == [3]
-    assert caplog.messages[1:] == [f"{path}: has room again; 2 records are missing from it"]
+    assert caplog.messages[1:] == [f"{path}: can be written again; 2 records are missing from it"]
 
 
 def test_a_record_that_is_no_json_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:

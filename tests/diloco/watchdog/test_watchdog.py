@@ -72,7 +72,7 @@ def verdict_of(*states, num_ranks=3):
 def test_who_did_not_come_to_a_collective_is_named_and_where_it_is():
     text = verdict_of(rank(0, group(9, waits=True)), rank(1, group(8, waits=False)), rank(2, group(9, waits=True)))
     assert text == (
-        "rank 1 did not come to gloo:all_reduce 9 of group 0 (ranks 0 1 2), where rank 0 2 waits; "
+        "rank 1 did not enter gloo:all_reduce 9 of group 0 (ranks 0 1 2), in which rank 0 2 waits; "
         "rank 1: inner step for 7 s, at file.py:1"
     )
 
@@ -84,12 +84,12 @@ def test_a_rank_that_is_kept_from_a_collective_by_another_is_not_to_blame():
         rank(1, group(4, waits=False, **tp), group(3, waits=True, **pp)),
         rank(2, group(2, waits=False, **pp)),
     )
-    assert text.startswith("rank 2 did not come") and "rank 1 did not come" not in text
+    assert text.startswith("rank 2 did not enter") and "rank 1 did not enter" not in text
 
 
 def test_a_rank_that_cannot_answer_is_named():
-    assert verdict_of(rank(0, group(9, waits=True)), rank(2, group(9, waits=True))).startswith("rank 1 did not come")
-    assert verdict_of(rank(0), rank(2)) == "rank 1 did not answer: frozen, dead or without its interpreter"
+    assert verdict_of(rank(0, group(9, waits=True)), rank(2, group(9, waits=True))).startswith("rank 1 did not enter")
+    assert verdict_of(rank(0), rank(2)) == "rank 1 did not answer: frozen, dead, or with a blocked interpreter"
 
 
 def test_ranks_that_wait_for_one_another_are_all_named():
@@ -152,7 +152,7 @@ def test_of_ranks_that_have_enqueued_ahead_the_one_that_has_not_come_is_named():
     text = verdict_of(
         nccl_rank(0, ahead, may_wait=True), nccl_rank(1, late, may_wait=False), nccl_rank(2, ahead, may_wait=True)
     )
-    assert text.startswith("rank 1 did not come to nccl:all_reduce 2 of group 0 (ranks 0 1 2), where rank 0 2 waits")
+    assert text.startswith("rank 1 did not enter nccl:all_reduce 2 of group 0 (ranks 0 1 2), in which rank 0 2 waits")
 
 
 def test_a_rank_whose_thread_is_elsewhere_is_named_although_its_gpu_waits_in_another_collective():
@@ -163,7 +163,7 @@ def test_a_rank_whose_thread_is_elsewhere_is_named_although_its_gpu_waits_in_ano
         nccl_rank(1, late, may_wait=False),
         nccl_rank(2, nccl("0", "completed", "started"), may_wait=True),
     )
-    assert text.startswith("rank 1 did not come to nccl:all_reduce 2") and "; rank 0 did not come" not in text
+    assert text.startswith("rank 1 did not enter nccl:all_reduce 2") and "; rank 0 did not enter" not in text
 
 
 def test_a_rank_that_reads_a_number_from_the_gpu_waits_and_is_not_to_blame():
@@ -221,7 +221,7 @@ def test_every_rank_says_where_it_stands_one_tells_the_verdict_and_all_end(tmp_p
         assert island.wait() == [HUNG] * 3
         told = (island.folder / "told.txt").read_text()
         assert told.startswith(
-            "0: inner step has taken longer than 0.5 s on rank 1; rank 1 did not come to gloo:all_reduce 5"
+            "0: inner step has taken longer than 0.5 s on rank 1; rank 1 did not enter gloo:all_reduce 5"
         )
         dumps = [(island.folder / f"hang-{number}.txt").read_text() for number in range(3)]
         assert ["read_data_for_ever" in dump for dump in dumps] == [False, True, False]
@@ -304,6 +304,6 @@ def test_an_island_is_started_again_whose_rank_hangs_in_its_data(tmp_path):
     assert "sleep_in_the_data" in (folder / "hang-1.txt").read_text()
     lines = (tmp_path / "test" / "LOGBOOK.md").read_text().splitlines()
     (cause,) = (line for line in lines if " cause: " in line)
-    assert "'hung: " in cause and "rank 1 did not come to gloo:all_reduce" in cause and "sleep_in_the_data" in cause
+    assert "'hung: " in cause and "rank 1 did not enter gloo:all_reduce" in cause and "sleep_in_the_data" in cause
     assert "restart 1" in lines[lines.index(cause) - 1]
     assert "the run's 4 rounds are done" in lines[-1]
