@@ -171,7 +171,7 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
             ["optimizer.name=adam"],
             "got 'adam'; allowed: adamw, sgd, muon, or own code by its import path",
         ),
-        (["optimizer.options={beta1: 0.9}"], "options are those of an own optimizer, and name is adamw"),
+        (["optimizer.options={beta1: 0.9}"], "options are for an own optimizer only, and name is adamw"),
         (["optimizer.name=a:B", "optimizer.options={betas: {x: 1}}"], "optimizer.options.betas"),
     ],
     ids=str,
@@ -184,10 +184,10 @@ def test_an_optimizer_is_one_of_ours_or_an_import_path(settings: list[str], why:
     ("settings", "why"),
     [
         (["model.name=my model"], "model.name: got 'my model'; allowed: own code by its import path as in my_package"),
-        (["model.options={dim: 8}"], "options are those of an own model, and there is no name"),
+        (["model.options={dim: 8}"], "options are for an own model only, and no name is given"),
         (
             ["model.name=a:B", "model.preset=1m"],
-            "preset: of ours, and name is a:B; leave it out or",
+            "preset: for the built-in model only, and name is a:B; leave it out or",
         ),
     ],
     ids=str,

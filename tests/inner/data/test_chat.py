@@ -161,7 +161,7 @@ def test_other_rows_are_refused(value: object, text: str) -> None:
 
 
 def test_chat_needs_a_source_with_rows() -> None:
-    with pytest.raises(ValueError, match="format chat needs rows of the source files or huggingface"):
+    with pytest.raises(ValueError, match="format chat needs the rows of source files or huggingface"):
         DataConfig.model_validate({"format": "chat"})
 
 
