@@ -113,7 +113,7 @@ class ModelConfig(Section):
         given = sorted(self.model_dump(exclude_defaults=True).keys() - {"name", "options", "vocab_size"})
         if self.name is not None and given:
             raise ValueError(
-                f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave it out or put it into "
-                "options"
+                f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave it out or "
+                "put it into options"
             )
         return self
