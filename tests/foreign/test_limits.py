@@ -139,7 +139,7 @@ def test_a_file_of_text_that_is_longer_than_a_document_is_not_read(tmp_path: Pat
     os.truncate(path, 20 * GIB)
     reset_peak()
     before = read_status("VmRSS")
-    with pytest.raises(InputError, match=rf"sparse.txt: is read whole and has more than {MAX_DOCUMENT_BYTES} bytes"):
+    with pytest.raises(InputError, match=rf"sparse.txt: is one document and has more than {MAX_DOCUMENT_BYTES} bytes"):
         texts(path)
     assert read_status("VmHWM") - before < 50_000_000
 

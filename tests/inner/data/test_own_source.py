@@ -80,7 +80,7 @@ def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
         ("Table", {}, r"the nearest name is tests\.own\.sources:Tables"),
         ("Tables", {}, r"Tables\(numbers.*called with nothing it raised TypeError.*data\.options"),
         ("Tables", {"numbers": 0}, "has no document with text"),
-        ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and read again 'table/.'; the order"),
+        ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and when read again 'table/.'; the order"),
         ("Restless", {"numbers": 3}, "fingerprint.* differs from call to call"),
         ("BeginsLate", {"numbers": 3}, r"documents_from\(2\) .* begins with None, and pair 2 .* is 'table/2'"),
         ("SameKeys", {"numbers": 3}, "several documents with the key 'key'"),

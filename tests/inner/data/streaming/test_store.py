@@ -105,7 +105,7 @@ def test_a_store_that_refuses_is_not_asked_again(tmp_path: Path, url: str) -> No
     config = store_config(f"faulty://{url}")
     with (
         faults(*[PermissionError("403")] * 2),
-        pytest.raises(InputError, match=r"may not use it .*; give it the keys of the store"),
+        pytest.raises(InputError, match=r"may not use it .*; give it the store's keys"),
         opened(config, tmp_path / "two"),
     ):
         pass
