@@ -122,8 +122,8 @@ class ShardCache:
         if self._limit is not None and total + size > self._limit:
             raise InputError(
                 f"{self.folder}: its shards may take {self._limit / 1e9:g} GB (island.shards.cache_gb), and "
-                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each island of this machine "
-                "an island.cache_dir of its own"
+                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each island of this "
+                "machine an island.cache_dir of its own"
             )
 
     def _shards(self) -> "list[_Stored]":

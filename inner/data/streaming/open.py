@@ -132,8 +132,8 @@ def _check(source: DataConfig, index: Index, tokenizer: Tokenizer) -> None:
         )
     if source.order == "shards" and index.shard_tokens != source.shard_tokens:
         raise InputError(
-            f"{where}: has shards of {index.shard_tokens} tokens, but data.shard_tokens is {source.shard_tokens}, which "
-            f"would change the order; set data.shard_tokens={index.shard_tokens}"
+            f"{where}: has shards of {index.shard_tokens} tokens, but data.shard_tokens is {source.shard_tokens}, "
+            f"which would change the order; set data.shard_tokens={index.shard_tokens}"
         )
     if source.order == "global" and not index.is_complete:
         raise InputError(

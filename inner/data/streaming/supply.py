@@ -154,5 +154,6 @@ class StoreSupply:
     def _damage(self, name: str) -> InputError:
         return InputError(
             f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its SHA-256 still differs "
-            f"from the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} --repair`"
+            f"from the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} "
+            "--repair`"
         )

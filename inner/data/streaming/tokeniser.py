@@ -134,8 +134,8 @@ class TokeniserSupply:
         record = made.record
         if number < len(self._index.shards) and record.sha256 != self._index.shards[number].sha256:
             raise InputError(
-                f"data: shard {number} of the text differs from the shard that was made first: the text or the tokenizer "
-                f"has changed; give the run the text that it began with, or delete {self._folder} and begin a new run"
+                f"data: shard {number} of the text differs from the shard that was made first: the text or the "
+                f"tokenizer has changed; give the run the text that it began with, or delete {self._folder} and begin a new run"
             )
         with self._cache.place(path, record.tokens * self._index.item_bytes) as place:
             self._worker.write(place.path, self._folder / HELDOUT)
@@ -209,7 +209,8 @@ class _Worker:
             while b"\n" not in self._unread:
                 if not selector.select(SILENT_SECONDS):
                     raise InputError(
-                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} s; check its source of text"
+                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} s; check "
+                        "the source of its text"
                     )
                 piece = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not piece:
