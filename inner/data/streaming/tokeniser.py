@@ -135,7 +135,8 @@ class TokeniserSupply:
         if number < len(self._index.shards) and record.sha256 != self._index.shards[number].sha256:
             raise InputError(
                 f"data: shard {number} of the text differs from the shard that was made first: the text or the "
-                f"tokenizer has changed; give the run the text that it began with, or delete {self._folder} and begin a new run"
+                f"tokenizer has changed; give the run the text that it began with, or delete {self._folder} and "
+                "begin a new run"
             )
         with self._cache.place(path, record.tokens * self._index.item_bytes) as place:
             self._worker.write(place.path, self._folder / HELDOUT)
