@@ -40,7 +40,7 @@ def known_id(ids: Mapping[str, int], token: str, source: str, name: str) -> int:
     tokenizer does not have it."""
     if token not in ids:
         raise InputError(
-            f"{source} is {token!r}, which is not a token of data.tokenizer {name!r}; name one of its tokens by "
+            f"{source} names {token!r}, which is not a token of data.tokenizer {name!r}; name one of its tokens by "
             f"{'data.bos' if source == 'data.bos' else 'data.eos'}{_special_names(ids)}"
         )
     return ids[token]
