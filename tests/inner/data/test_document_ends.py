@@ -77,7 +77,7 @@ def test_it_is_said_which_was_taken(tmp_path):
     [
         (NANOCHAT, None, None, None, "name one of its tokens by data.eos, such as <|bos|>, <|user_start|>"),
         (PHI3, None, "<eos>", None, "data.eos names '<eos>', which is not a token of data.tokenizer"),
-        (PHI3, None, None, "<bos>", "data.bos says '<bos>'"),
+        (PHI3, None, None, "<bos>", "data.bos names '<bos>'"),
         (PHI3, {"eos_token": "<|end|>"}, None, None, "tokenizer_config.json names '<|end|>', which is not a token"),
         (PHI3, ["</s>"], None, None, "tokenizer_config.json: got a JSON list, need an object"),
     ],

@@ -86,7 +86,7 @@ def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
         ("SameKeys", {"numbers": 3}, "several documents with the key 'key'"),
         ("TextsAlone", {"numbers": 3}, r"document 0 .* is str '0 x 1 = 0.*need a pair"),
         ("Breaks", {"numbers": 3}, r"failed in documents\(\): RuntimeError: the tape is torn"),
-        ("NoFingerprint", {}, r"gives NoFingerprint without the method fingerprint\(\)"),
+        ("NoFingerprint", {}, r"returns NoFingerprint without the method fingerprint\(\)"),
     ],
 )
 def test_a_source_that_breaks_the_contract_is_refused(name: str, options: dict[str, int], why: str) -> None:
