@@ -171,4 +171,4 @@ def test_tokenizer_config_of_the_hub_is_read(tmp_path, monkeypatch):
 def test_a_tokenizer_config_that_the_hub_cannot_give_is_warned_of(tmp_path, monkeypatch, caplog):
     assert build_tokenizer(on_the_hub(tmp_path, monkeypatch, "without", None)).eos_id == 2
     assert "some/without: its tokenizer_config.json cannot be read" in caplog.text
-    assert "so eos is chosen by its name; to be sure set data.eos" in caplog.text
+    assert "so eos is chosen by its name; to be sure, set data.eos" in caplog.text

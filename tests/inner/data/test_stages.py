@@ -61,7 +61,7 @@ def test_a_stage_of_the_same_text_goes_on_where_the_stage_before_ended() -> None
     after = IslandBatches(corpus_of((1.0,)), 8, 3, 1, 2, start)
     whole = IslandBatches(corpus_of((1.0,)), 8, 3, 1, 2)
     assert after.micro_batches(50, 0, 1, 2)[0].tolist() == whole.micro_batches(6, 0, 1, 2)[0].tolist()
-    with pytest.raises(AssertionError, match="of an earlier stage"):
+    with pytest.raises(AssertionError, match="belongs to an earlier stage"):
         after.micro_batches(49, 0, 1, 2)
 
 

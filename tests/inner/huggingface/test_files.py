@@ -135,7 +135,7 @@ def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
     text = error_of(folder)
     assert "missing: model.norm.weight" in text
     assert "not of this model: model.layers.9.mlp.up_proj.weight" in text
-    assert "lm_head.weight is (2, 2), not (260, 32)" in text
+    assert "lm_head.weight has shape (2, 2), not (260, 32)" in text
     assert "model.embed_tokens.weight is I32" in text
 
 
