@@ -204,7 +204,7 @@ def test_an_own_model_is_tried_and_counted_before_any_process_starts():
     over = parse_config("island: {ranks: 2, mesh: {tp: 2}}", ["model.name=tests.own.models:GatedConv"])
     with pytest.raises(ConfigError, match=r"^island 0: island.mesh: tp 2, but .* over dp_replicate and dp_shard only"):
         check_island(over.run, over.for_island(0), "island 0")
-    with pytest.raises(InputError, match="an own model, whose FLOPs, memory and traffic cannot be counted"):
+    with pytest.raises(InputError, match="an own model: its FLOPs, memory and traffic cannot be counted"):
         build_step_plan(config.run, config.for_island(0))
 
 
