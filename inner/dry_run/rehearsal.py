@@ -31,7 +31,8 @@ class RehearsingCutter(Cutter):
 
 
 class RehearsingTrainer(Trainer):
-    """A Trainer that cuts windows without values. It counts 1 token, so that no step is skipped."""
+    """A Trainer that cuts windows without values. StepTracker lets it read 1 as the number of
+    tokens, so that no step is skipped."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -37,8 +37,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
-    """Return the memory of the fullest rank of each coordinate on pp. `optimizer`: a name, or the
-    bytes that it keeps."""
+    """Return the memory of the fullest rank of each coordinate on pp. `optimizer`: its
+    name in the config, or the bytes that it keeps per element."""
     activations = ActivationMemory(work, device_type)
     kept = STATE_BYTES[optimizer] if isinstance(optimizer, str) else optimizer
     return [_estimate_rank(_Rank(work, activations, pp_rank), kept) for pp_rank in range(work.degrees.pp)]

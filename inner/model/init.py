@@ -121,7 +121,7 @@ def log(x: np.ndarray) -> np.ndarray:
     """Return the natural logarithm of x > 0 in fp64, to about 12 digits. The last bit of a C
     library's logarithm may differ.
 
-        log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5 + ...
+    log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5 + ...
     """
     m, k = np.frexp(x)  # 1/2 <= m < 1
     u = (m - 1) / (m + 1)

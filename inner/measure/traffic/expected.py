@@ -32,11 +32,11 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
     """Return the bytes that one rank sends in one call with `size` bytes of input, in a ring of
     `num_ranks`.
 
-        all_gather                            (n - 1) x size         each piece passes every link but one
-        reduce_scatter, all_to_all            (n - 1) / n x size
-        all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
-        broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
-        send                                  size
+    all_gather                            (n - 1) x size         each piece passes every link but one
+    reduce_scatter, all_to_all            (n - 1) / n x size
+    all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
+    broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
+    send                                  size
 
     No algorithm sends less than a ring; others in NCCL or gloo may send more.
     """

@@ -210,7 +210,7 @@ def test_an_own_model_is_tried_and_counted_before_any_process_starts():
 
 def test_an_own_optimizer_that_does_not_fit_the_mesh_is_found_before_any_process_starts():
     config = parse_config("model: {preset: 1m}\nisland: {ranks: 2}", ["optimizer.name=tests.own.optimizers:UnitStep"])
-    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix otherwise"):
+    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix differently"):
         check_island(config.run, config.for_island(0), "island 0")
 
 
