@@ -18,8 +18,10 @@ from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
-from inner.optim.build import build_optimizers, lr_at, set_lr
-from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
+from inner.optim.build import build_optimizers
+from inner.optim.clipping import clip_gradients, squared_norm
+from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
+from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.muon.orthogonalise import product_dtype
 from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
 from inner.optim.spikes import Spike, SpikeWatch
@@ -90,7 +92,7 @@ class Trainer:
     """A model, its optimizers and its position in the learning-rate schedule. Every rank builds one
     and steps it."""
 
-    stages: list[Transformer]
+    model_parts: list[Transformer]
     """This rank's pipeline stages; the whole model when pp is 1."""
     inner_step: int
     """Number of inner steps so far, including skipped ones. A joining island sets it to continue
@@ -120,20 +122,20 @@ class Trainer:
             check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
         dtype = COMPUTE_DTYPES[settings.compute_dtype]
         layout = Layout(model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss)
-        self.stages = build_stages(layout)
-        self.params = LocalParams(build_whole(layout), self.stages)
+        self.model_parts = build_stages(layout)
+        self.params = LocalParams(build_whole(layout), self.model_parts)
         if isinstance(model, OwnModel):
-            initialise_own_model(self.params, self.stages[0], settings.seed)
+            initialise_own_model(self.params, self.model_parts[0], settings.seed)
         elif settings.init_from is None:
-            settings.draw_weights(self.params, self.stages, settings.seed)
+            settings.draw_weights(self.params, self.model_parts, settings.seed)
         else:
-            load_weights(self.params, self.stages, settings.init_from)
+            load_weights(self.params, self.model_parts, settings.init_from)
         names = [spec.name for spec in self.params.specs]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
-        self.optimizers = build_optimizers(self.stages, names, optimizer_config, muon_dtype)
+        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
         self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
-        self._runner = build_runner(layout, self.stages, settings.micro_batch, self.micro_batches_per_step)
+        self._runner = build_runner(layout, self.model_parts, settings.micro_batch, self.micro_batches_per_step)
 
     @property
     def data_rank(self) -> int:
@@ -174,7 +176,7 @@ class Trainer:
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
-        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
+        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
         # This is the only place where the host waits for the device. The sums are the same on all
         # ranks, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
@@ -215,7 +217,7 @@ class Trainer:
         empty = empty_window(self.settings.micro_batch, self._seq_len)
         padded = here + [empty] * (int(most) - len(here))
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
-        for stage in self.stages:
+        for stage in self.model_parts:
             free_gathered_weights(stage)
         loss_sum, tokens = self._sum(torch.stack([my_loss.double(), self._counted_tokens(here)])).tolist()
         return loss_sum, int(tokens)
@@ -246,7 +248,7 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(kept))
         batches = map(self._cutter, micro_batches)
         self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
-        square = self._sum(squared_norm(self.stages))
+        square = self._sum(squared_norm(self.model_parts))
         self._zero_gradients()
         return float(num_tokens), float(square)
 
@@ -281,16 +283,14 @@ class Trainer:
     def _sum_gradients(self) -> None:
         """Add up the parts of a weight's gradient that different ranks, or different stages of a
         rank, have computed."""
-        sum_tied(self.stages, self._tied_ends)
+        sum_tied(self.model_parts, self._tied_ends)
         if self.mesh.degrees.tp > 1:
             group = self.mesh.tp.get_group()
-            sum_over_tensor_ranks(self.stages, group, splits_stream=self._splits_stream)
+            sum_over_tensor_ranks(self.model_parts, group, splits_stream=self._splits_stream)
 
     def _update(self, lr: float, norm: float) -> None:
         """Clip the gradients and step the optimizers. `norm` is the gradient norm over the whole mesh."""
-        clip_norm = self._config.clip_norm
-        if clip_norm is not None and norm > clip_norm:
-            scale_gradients(self.stages, clip_norm / norm)
+        clip_gradients(self.model_parts, norm, self._config.clip_norm)
         set_lr(self.optimizers, lr)
         for optimizer in self.optimizers:
             optimizer.step()

@@ -45,7 +45,7 @@ class TrainingState(Protocol):
     inner_step: int
 
     @property
-    def stages(self) -> Sequence[nn.Module]: ...
+    def model_parts(self) -> Sequence[nn.Module]: ...
 
     @property
     def optimizers(self) -> Sequence[Optimizer]: ...
@@ -94,10 +94,13 @@ class Checkpoints:
         cannot be started. Call wait() before the process ends.
         """
         self.wait(self._timeout_seconds)
-        live = state.live_tensors(trainer.stages, trainer.optimizers)
+        live = state.live_tensors(trainer.model_parts, trainer.optimizers)
         live |= {name: [tensor] for name, tensor in (extra or {}).items()}
         sizes = _merge(run_on_all_ranks(self._group, lambda: state.num_bytes(live)))
-        kinds = _merge(run_on_all_ranks(self._group, lambda: state.optimizer_names(trainer.stages, trainer.optimizers)))
+        own_kinds = run_on_all_ranks(
+            self._group, lambda: state.optimizer_names(trainer.model_parts, trainer.optimizers)
+        )
+        kinds = _merge(own_kinds)
         manifest = Manifest(trainer.inner_step, facts, kinds)
 
         def begin() -> Path:
@@ -106,7 +109,7 @@ class Checkpoints:
 
         partial = run_on_first_rank(self._group, begin)
         copies = dict(zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True))
-        device = next(param.device for _, param in state.named_params(trainer.stages))
+        device = next(param.device for _, param in state.named_params(trainer.model_parts))
         self._writing = self._writer.submit(lambda: _on_device(lambda: self._write(copies, partial, manifest), device))
         if wait:
             self.wait(self._timeout_seconds)
@@ -185,8 +188,8 @@ class Checkpoints:
         # One rank reads the index, so that all ranks have the same.
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
         self._check_fit(trainer, checkpoint, index.tensors)
-        state.make_states(trainer.stages, trainer.optimizers, index.tensors)
-        live = state.live_tensors(trainer.stages, trainer.optimizers)
+        state.make_states(trainer.model_parts, trainer.optimizers, index.tensors)
+        live = state.live_tensors(trainer.model_parts, trainer.optimizers)
         tensors = {name: copies[0] for name, copies in live.items()} | dict(allocate_extra(index.tensors.keys()))
         read_tensors(tensors, checkpoint.path, index, self._group)
         for first, *others in live.values():
@@ -269,7 +272,7 @@ class Checkpoints:
 
     def _check_fit(self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved) -> None:
         """Raise InputError if the checkpoint's parameters and optimizers differ from the trainer's."""
-        stages, optimizers, kinds = trainer.stages, trainer.optimizers, checkpoint.manifest.optimizers
+        stages, optimizers, kinds = trainer.model_parts, trainer.optimizers, checkpoint.manifest.optimizers
         names = run_on_all_ranks(self._group, lambda: [name for name, _ in state.named_params(stages)])
         extra = sorted(state.saved_params(saved).difference(*names))
         problems = run_on_all_ranks(self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds))
