@@ -108,8 +108,9 @@ class Mirror:
         return copy.name
 
     def _list(self) -> tuple[list[Copy], list[str]]:
-        """Return the complete checkpoints at the URL, oldest first, and a message per damaged or
-        refused one.
+        """Return the complete checkpoints at the URL, and a message per damaged or refused one.
+
+        The oldest checkpoint comes first.
         """
         copies, problems = [], []
         # Backends cache listings, which then lack what other processes have written since.

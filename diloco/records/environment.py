@@ -109,8 +109,9 @@ def find_packages() -> dict[str, str]:
 
 
 def is_told(name: str) -> bool:
-    """Return whether the environment variable is recorded: it matters, and its name hints at no
-    secret.
+    """Return whether the environment variable is recorded.
+
+    It is if it matters and its name hints at no secret.
     """
     return name.startswith(VARIABLES) and not any(word in name.upper() for word in SECRETS)
 

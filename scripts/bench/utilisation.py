@@ -43,9 +43,7 @@ SEGMENT_BYTES, HEADER_BYTES = 1448, 66
 PREAMBLE_BYTES = 48
 """Bytes of gloo's small messages. A payload needs one in each direction and one in front of it."""
 ACK_BYTES = 65536
-"""Bytes received per pure acknowledgement: the largest piece of a stream that the kernel
-delivers.
-"""
+"""Bytes received per pure acknowledgement: what the kernel delivers at once of a stream."""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
 """--wire: settings whose rounds consist almost only of protocol messages."""
 
@@ -211,8 +209,7 @@ def print_overlap(args: argparse.Namespace) -> None:
 
 
 def print_wire_bytes(args: argparse.Namespace) -> None:
-    """Print, by codec, an island's bytes on its link per round, and the terms of the expected
-    bytes.
+    """Print, by codec, an island's bytes on its link per round, and their expected terms.
 
     The last column is the payload in bits per parameter and peer.
     """
@@ -230,9 +227,7 @@ def print_wire_bytes(args: argparse.Namespace) -> None:
 
 
 def sent_bytes_per_round(found: list[list[Event]]) -> float:
-    """Return an island's bytes on its link per round: the median over rounds, averaged over
-    islands.
-    """
+    """Return an island's bytes on its link per round: the islands' mean of medians over rounds."""
     return mean(median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :])) for events in found)
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-"""One line of a section: a `name`, figures with their unit in the key, and `ok` if it is a
-check.
-"""
+"""One line of a section: a `name`, figures with their unit in the key, and `ok` if checked."""
 CPU_DEVICES = 2
 """Number of processes that stand for GPUs with --device cpu."""
 
@@ -30,7 +28,7 @@ class Place:
 
     @property
     def patience(self) -> int:
-        """Factor for all time limits: they are made for GPUs, and a CPU may be busy with other
+        """Factor for all time limits, which are made for GPUs: a CPU may be busy with other
         work.
         """
         return 10 if self.is_tiny else 1
