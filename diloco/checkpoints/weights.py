@@ -148,7 +148,7 @@ def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, 
     encoder = build_tokenizer(tokenizer, run.data.eos, run.data.bos)
     sizes = resolve_sizes(run.model, encoder.vocab_size)
     if {spec.name: spec.shape for spec in param_specs(sizes)} != {k: tuple(v.shape) for k, v in tensors.items()}:
-        raise InputError(f"{path}: the parameters in its checkpoint are not those of the model in its config")
+        raise InputError(f"{path}: the parameters in its checkpoint differ from the model in its config")
     bos_id, seq_len = _of_beginning(run, own, encoder)
     ends = (run.data.eos, run.data.bos)
     return Weights(sizes, tensors, seq_len, tokenizer, run, own, *ends, bos_id, _stop_ids(run.data, encoder))

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 LOST = "lost"
-"""Name of the event that this island has lost another one.
+"""Name of the event with which this island records that it has lost another one.
 
-Its text: that island, a colon, the cause.
+Its text is the other island's name, a colon, and the cause.
 """
 
 
@@ -92,9 +92,7 @@ class RoundRecord:
     The rest ran in the background.
     """
     gated: dict[str, int] = field(default_factory=dict)
-    """Number of parts, by island, that this island's leader, their reducer, kept out of the
-    mean.
-    """
+    """Number of parts, by island, that this island's leader, their reducer, left out."""
     base: str = ""
     """Digest of the committed state before the round."""
     units: list[list[int]] = field(default_factory=list)
@@ -140,8 +138,7 @@ class RoundRecord:
         ledger: "Ledger",
         ranks: list[list[float]] | None = None,
     ) -> "RoundRecord":
-        """Return the record of an attempt with this island's `steps` inner steps on `tokens`
-        tokens.
+        """Return the record of an attempt with this island's inner steps and tokens.
 
         `waited_seconds` is how long the round stalled the training; the committed attempt alone
         records it.
@@ -266,7 +263,7 @@ class Metrics:
             sink = self._sinks.pop()
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001 - see write
+            except Exception as error:  # noqa: BLE001 - as in _write
                 _warn(sink, "may miss the last records", error)
 
     def _append(self, record: Record) -> None:

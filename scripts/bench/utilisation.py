@@ -41,7 +41,10 @@ BLOCKING_SHARE = 0.3
 SEGMENT_BYTES, HEADER_BYTES = 1448, 66
 """Bytes of TCP payload in a frame, and of the headers of Ethernet, IP and TCP with time stamps."""
 PREAMBLE_BYTES = 48
-"""Bytes of gloo's small messages. A payload needs one in each direction and one in front of it."""
+"""Bytes of gloo's small messages.
+
+A payload needs one message in each direction and one more in front of it.
+"""
 ACK_BYTES = 65536
 """Bytes received per pure acknowledgement: what the kernel delivers at once of a stream."""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
@@ -273,7 +276,9 @@ def main() -> None:
     parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute matrix products")
-    parser.add_argument("--fragments", nargs="+", type=int, default=[1, 4], help="of --overlap")
+    parser.add_argument(
+        "--fragments", nargs="+", type=int, default=[1, 4], help="with --overlap: values of outer.fragments"
+    )
     parser.add_argument(
         "--delays",
         nargs="+",
