@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.config.schema import stage_in_round
-from diloco.island_records import record_entry, record_ledger, record_round, record_step
+from diloco.island_records import record_round, record_step
 from diloco.island_rounds.of_all import IslandRounds
 from diloco.records.metrics import EvalRecord
 from diloco.runtime.garbage import collect_garbage
@@ -38,13 +38,13 @@ def run(runtime: Runtime) -> None:
     runtime.activity.start_untimed("entering the run")
     resumed = resume(runtime)
     outer.begin()
-    record_entry(runtime, outer.position)
+    runtime.participation.record_entry(outer.position)
     runtime.enter_stage(stage_in_round(runtime.config, outer.round))
     duties = IslandDuties(runtime, num_rounds, has_saved=resumed is not None)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
         duties.rounds.resume(resumed.point)
     else:
-        count_moments(runtime)
+        runtime.participation.count_moments()
         evaluate(runtime)
     train_rounds(runtime, duties)
     runtime.activity.start_untimed("leaving")
@@ -54,7 +54,7 @@ def run(runtime: Runtime) -> None:
         return
     outer.finish()
     if runtime.config.outer.gossip is None:
-        record_ledger(runtime)
+        runtime.participation.record_ledger()
     runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds are done")
 
 
@@ -98,7 +98,7 @@ class IslandDuties:
 
     def launches(self, progress: Progress) -> None:
         await_round(self.runtime)
-        self.runtime.rounds.contribution = progress
+        self.runtime.participation.rounds.contribution = progress
 
     def waits(self) -> None:
         await_round(self.runtime)
@@ -108,7 +108,7 @@ class IslandDuties:
         if landing.reports[-1].earlier is not None:
             self.went_back(landing.reports[-1].earlier)
         else:
-            count_moments(runtime, number)
+            runtime.participation.count_moments(number)
         if runtime.trainer.broken_since is None:
             self.num_offers = 0
         record_round(runtime, progress, landing, outer.position.ledger)
@@ -142,28 +142,27 @@ class IslandDuties:
         runtime.checkpoints.reload_trainer()
         runtime.trainer.go_on_after_broken_steps(inner_step)
         runtime.outer.rewind()
-        count_moments(runtime)
+        runtime.participation.count_moments()
         self.num_returns += 1
         runtime.event("went back", f"to the state of round {round_number}; text read since then is not read again")
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        fate = "kept" if caught.is_kept else "dropped"
-        self.runtime.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
-        record_entry(self.runtime, self.runtime.outer.position)
+        participation = self.runtime.participation
+        participation.record_catch_up(caught, progress, self.runtime.outer.position)
         if not caught.is_kept:
-            count_moments(self.runtime)
+            participation.count_moments()
 
     def may_save(self, *, is_asked: bool) -> None:
         """Save a checkpoint if `is_asked` or if the operator requests it.
 
         Training goes on if that fails.
         """
-        if is_asked or self.runtime.requests.poll(self.runtime.outer.round).save:
+        if is_asked or self.runtime.participation.requests.poll(self.runtime.outer.round).save:
             self.has_saved = True
             save(self.runtime, self.rounds.resume_point)
 
     def why_stop(self, num_rounds: int) -> str:
-        return self.runtime.requests.poll(num_rounds).stop
+        return self.runtime.participation.requests.poll(num_rounds).stop
 
 
 def train(runtime: Runtime) -> StepResult:
@@ -235,18 +234,9 @@ def evaluation_key(runtime: Runtime, cycle: int) -> Hashable:
     return cycle, runtime.outer.digest, texts, runtime.stage, computes
 
 
-def count_moments(runtime: Runtime, landed: int | None = None) -> None:
-    """Correct the bias of averaged moments for the number of steps behind them.
-
-    These are the steps of the landed round, or of a taken state if `landed` is None.
-    """
-    if runtime.moments is not None:
-        runtime.moments.set_steps(runtime.outer.moment_steps(landed))
-
-
 def save(runtime: Runtime, point: ResumePoint) -> None:
     """Save a checkpoint if the island has a place for it; mark the operator's request as done."""
-    runtime.requests.mark_saved()
+    runtime.participation.requests.mark_saved()
     if runtime.checkpoints is None:
         return
     if (since := runtime.trainer.broken_since) is not None:

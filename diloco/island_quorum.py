@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.island import await_round, evaluate, resume, save, train
-from diloco.island_records import record_entry, record_ledger, record_round
+from diloco.island_records import record_round
 from diloco.island_rounds.of_quorum import QuorumIslandRounds
 from diloco.runtime.progress import NO_PROGRESS, Progress
 from outer.report import CaughtUp, Landing
@@ -22,7 +22,7 @@ def run(runtime: Runtime) -> None:
     runtime.activity.start_untimed("entering the run")
     resumed = resume(runtime)
     outer.begin()
-    record_entry(runtime, outer.position)
+    runtime.participation.record_entry(outer.position)
     duties = QuorumDuties(runtime, has_saved=resumed is not None)
     rounds = duties.rounds
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
@@ -42,7 +42,7 @@ def run(runtime: Runtime) -> None:
         duties.save()
     runtime.activity.start_untimed("leaving")
     outer.finish()
-    record_ledger(runtime)
+    runtime.participation.record_ledger()
     runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds' tokens are committed")
 
 
@@ -66,15 +66,15 @@ class QuorumDuties:
 
     def launches(self, progress: Progress) -> None:
         await_round(self.runtime)
-        self.runtime.rounds.contribution = progress
+        self.runtime.participation.rounds.contribution = progress
 
     def landed(self, committed: CommittedRound, made: Progress, cycle: int) -> None:
         runtime, before = self.runtime, self.cycle
-        runtime.rounds.contribution = NO_PROGRESS
+        runtime.participation.rounds.contribution = NO_PROGRESS
         given = made if committed.is_given else NO_PROGRESS
         record_round(runtime, given, standing(committed.landing), committed.position.ledger)
         if committed.is_dropped:
-            runtime.event("dropped", f"{made.steps} inner steps: others have been given their text")
+            runtime.participation.record_dropped(made)
         self.cycle = cycle
         config = runtime.config
         self._is_evaluation_due = is_cycle_over(before, cycle, config.evaluate.every_rounds, config.outer.rounds)
@@ -82,10 +82,9 @@ class QuorumDuties:
             self._evaluate_if_due()
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        self.runtime.rounds.contribution = NO_PROGRESS
-        fate = "kept" if caught.is_kept else "dropped"
-        self.runtime.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
-        record_entry(self.runtime, self.rounds.rounds.position)
+        participation = self.runtime.participation
+        participation.rounds.contribution = NO_PROGRESS
+        participation.record_catch_up(caught, progress, self.rounds.rounds.position)
 
     def contributed(self, num_rounds: int) -> str:
         """Save if that is due or the operator requests it.
@@ -93,7 +92,7 @@ class QuorumDuties:
         Return why the island should leave, or "".
         """
         every = self.runtime.island.checkpoint.every_rounds
-        request = self.runtime.requests.poll(num_rounds)
+        request = self.runtime.participation.requests.poll(num_rounds)
         is_due = every is not None and (not self.has_saved or self.cycle // every > self.saved_cycle // every)
         if (request.save or request.stop or is_due) and not self.rounds.rounds.is_over:
             self.save()

@@ -4,7 +4,6 @@ Only the leader keeps records.
 """
 
 from diloco.assemble import Runtime
-from diloco.records.metrics import EventRecord
 from diloco.runtime.progress import Progress
 from diloco.runtime.step_records import make_step_record
 from diloco.watchdog.rank_times import gather_times
@@ -13,20 +12,6 @@ from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
 from outer.report import Landing
-from outer.state.part_state import Position
-
-
-def record_entry(runtime: Runtime, position: Position) -> None:
-    """Record the position at which the island starts, or goes on after it has taken others' state."""
-    runtime.on_entry()
-    digest = runtime.outer.digest[:12]
-    runtime.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
-
-
-def record_ledger(runtime: Runtime) -> None:
-    """Record at the end how much of the text the run has trained on."""
-    text = runtime.outer.position.ledger
-    runtime.event("account", f"{text.trained} units of text trained; {text.open} reserved and not used")
 
 
 def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
@@ -53,10 +38,6 @@ def spike_text(result: StepResult, spike: Spike) -> str:
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Record the committed attempt, and what was refused from peers since the last one."""
-    ranks = gather_times(runtime.times, runtime.outer.replica.ranks)
-    runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger, ranks)
-    if runtime.metrics is None:
-        return
-    for peer, kind, text, count in runtime.network.rejections.drain():
-        runtime.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
+    """Record the committed attempt, with the times of the island's ranks. Every rank calls it together."""
+    times = gather_times(runtime.times, runtime.outer.replica.ranks)
+    runtime.participation.record_round(progress, landing, ledger, times)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from diloco import island, island_quorum
-from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics, open_runtime
+from diloco.assemble import Runtime, build_trainer, of_all_islands, open_runtime
 from diloco.config.check import check_entry, check_index, check_network, check_trainer
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes, provide_own_code
@@ -16,6 +16,7 @@ from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.connections import close_network
 from diloco.doctor.host_memory_check import require_host_memory
 from diloco.errors import FolderInUse
+from diloco.participation import open_metrics
 from diloco.records.kept_config import keep_config, replace_config
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics
@@ -64,9 +65,9 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)
             if ranks.is_leader:
-                runtime.on_entry = partial(replace_config, folder.parent, config)
+                runtime.participation.on_entry = partial(replace_config, folder.parent, config)
             if runtime.network.wait_for_loss is not None:
-                runtime.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
+                runtime.participation.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
             schedule_garbage()
             post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
             with Watchdog(runtime.activity, post):
@@ -167,6 +168,6 @@ def say_goodbye(running: list[Runtime], name: str, text: str) -> None:
         runtime.outer.leave(max(steps, 0))
         # The event loop stays open: its end would make the waiting training thread end the process
         # too early.
-        close_network(runtime.network, runtime.event_loop)
+        close_network(runtime.network, runtime.participation.event_loop)
         if runtime.metrics is not None:
             runtime.metrics.close()

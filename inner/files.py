@@ -1,4 +1,5 @@
-"""Files that are replaced whole or not at all, and locks that last no longer than the process that holds them."""
+"""Files that are replaced whole or not at all, and locks that end with the process that holds
+them."""
 
 import fcntl
 import os
@@ -9,31 +10,34 @@ from inner.errors import InputError
 
 CACHE_TAG = "CACHEDIR.TAG"
 CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n"
-"""What marks a folder as a cache: https://bford.info/cachedir/."""
+"""First line of the file that marks a folder as a cache: https://bford.info/cachedir/."""
 
 
 def home_path(text: str, where: str) -> Path:
-    """The path of a config's value, with `~` or `~user` at its start as that home directory.
+    """Return the path of a config's value. `~` or `~user` at its start becomes the home directory.
 
-    Raises InputError, which names the value by `where`, if there is none, as in a container without HOME.
+    Raises InputError, which names the value by `where`, if there is no home directory, as in a
+    container without HOME.
     """
     try:
         return Path(text).expanduser()
     except RuntimeError:
         raise InputError(
-            f"{where}: {text!r} begins with a home directory, and there is none here (the environment has no HOME, or "
-            "nobody has this name); set HOME, or give a whole path"
+            f"{where}: {text!r} begins with a home directory, but there is none here (the environment has no HOME, or "
+            "no user has this name); set HOME, or give an absolute path"
         ) from None
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make the folder, with a CACHEDIR.TAG in it: what reads or saves folders leaves a folder out that has one."""
+    """Create the folder with a CACHEDIR.TAG in it, so that programs which read or back up folders
+    skip it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CACHE_TAG).write_text(CACHE_SIGNATURE)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replace `path` by one rename: a reader sees the old file or the new one, also after a kill. Text is UTF-8.
+    """Replace `path` by one rename: a reader sees the old or the new file, even after a kill. Text
+    is stored as UTF-8.
 
     Raises OSError, which names the path. The data is not synced: a power failure may still lose it.
     """
@@ -51,7 +55,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def write_synced(path: Path, data: bytes | bytearray) -> None:
-    """Write a file and return once its data is on the disk. A kill may leave a partial file."""
+    """Write a file and return once its data is on the disk. A kill may leave an incomplete file."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -59,9 +63,11 @@ def write_synced(path: Path, data: bytes | bytearray) -> None:
 
 
 def take_space(file: IO[bytes], size: int) -> None:
-    """Give an empty file its size at once: a full disk shows here, as an OSError, and others see what is taken.
+    """Reserve the space of an empty file at once, so that a full disk raises OSError here and other
+    processes see the size.
 
-    Where the system has no such call (macOS), others see it too, and a full disk shows when the file is written.
+    On systems without such a call (macOS), other processes see the size, but a full disk shows only
+    when data is written.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
@@ -70,9 +76,11 @@ def take_space(file: IO[bytes], size: int) -> None:
 
 
 def try_lock(file: int | IO, *, shared: bool = False) -> bool:
-    """Take the advisory lock (flock) of an open file; False if another open file holds it in a conflicting mode.
+    """Take the advisory lock (flock) of an open file. Return False if another open file holds it in
+    a conflicting mode.
 
-    The lock lasts until the file is closed here and in every forked child, hence at most as long as these processes.
+    The lock lasts until the file is closed here and in every forked child, so at most as long as
+    these processes.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -82,15 +90,16 @@ def try_lock(file: int | IO, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(file: int | IO) -> None:
-    """Take the exclusive lock of `try_lock`, waiting as long as another open file holds it."""
+    """Take the exclusive lock of `try_lock`; wait while another open file holds it."""
     fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def try_process_lock(file: int | IO) -> bool:
-    """Take the lock (lockf) of a file open for writing; False if another process holds it.
+    """Take the lock (lockf) of a file that is open for writing. Return False if another process
+    holds it.
 
-    It ends with this process: unlike `try_lock`, forked children that outlive a killed parent do not keep it. Raises
-    OSError where the file system has no locks.
+    The lock ends with this process: unlike with `try_lock`, forked children that outlive a killed
+    parent do not keep it. Raises OSError if the file system has no locks.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,9 +109,10 @@ def try_process_lock(file: int | IO) -> bool:
 
 
 def open_url(url: str, complaint: str) -> tuple[Any, PurePosixPath]:
-    """The file system of a URL or folder that fsspec supports, and the path in it.
+    """Return the file system of a URL or folder that fsspec supports, and the path in it.
 
-    Raises InputError, which begins with `complaint`, if there is no such kind of place, or its package is missing.
+    Raises InputError, which begins with `complaint`, if fsspec does not support the URL, or the
+    package for it is missing.
     """
     import fsspec
 

@@ -1,13 +1,15 @@
 """FLOPs of training, by formula. A multiply-add counts as two operations. No torch here.
 
-Forward and backward of one token, with N weights in matrix products, L layers, H heads of size E and S positions:
+Forward and backward of one token, with N weights in matrix products, L layers, H heads of size E
+and S positions:
 
     6 N + 12 L H E S    attention as if every position saw all S positions: the convention of PaLM (2204.02311,
                         appendix B) and of most published MFU figures; causal attention needs half of the second term
 
-The embedding's lookup, norms, softmax and RoPE are not counted; a tied table counts once, as the head. At dim 4096 and
-S = 8192 (the 8b preset) this gives 57.9 GFLOP per token. What the backward recomputes always includes attention scores,
-which no fused kernel stores.
+The embedding's lookup, norms, softmax and RoPE are not counted; a tied table counts once, as the
+head. At dim 4096 and S = 8192 (the 8b preset) the formula gives 57.9 GFLOP per token. If the
+backward recomputes anything, it also recomputes attention scores, because no fused kernel stores
+them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ class Flops:
 
     matmul: float
     attention: float
-    """Operations of attention scores and of values weighted by them."""
+    """Operations of attention scores and of the sums of values that they weight."""
     recomputed: float
 
     @property
@@ -38,10 +40,11 @@ class Flops:
 
 
 def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> Flops:
-    """Operations per token in a sequence of `seq_len`, by PaLM's convention."""
-    # Operations of the scores and of the values weighted by them.
+    """Return the operations per token in a sequence of `seq_len`, by PaLM's convention."""
+    # Operations of the scores, and of the values weighted by them.
     attend = 4.0 * sizes.num_heads * sizes.head_dim * seq_len
-    # Weights in matrix products: all but the embedding and the norms; a tied table counts as the head.
+    # Weights in matrix products: all except the embedding and the norms; a tied table counts as the
+    # head.
     num_weights = sizes.num_layers * sum(_layer_params(sizes)) + sizes.vocab_size * sizes.dim
     return Flops(
         matmul=6.0 * num_weights,
@@ -51,16 +54,19 @@ def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "non
 
 
 def head_layers(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> float:
-    """What the head costs, in layers: its operations over those of one layer, with what the backward recomputes.
+    """Return the cost of the head in layers: its operations divided by those of one layer with
+    recomputation.
 
-    1.8 for the 8b preset at 8192 positions, 3.7 for 1b at 2048, 0.03 for 1m, whose vocabulary is bytes.
+    1.8 for the 8b preset at 8192 positions, 3.7 for 1b at 2048, 0.03 for 1m, whose vocabulary is
+    bytes.
     """
     head = 6.0 * sizes.vocab_size * sizes.dim
     return head * sizes.num_layers / (flops_per_token(sizes, seq_len, recompute).hardware - head)
 
 
 def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
-    """Number of weights of q, k and v, of the output projection, of gate and up, and of the down projection."""
+    """Return the number of weights of q, k and v, of the output projection, of gate and up, and of
+    the down projection."""
     matrices = [param for param in block_params(sizes) if param.is_matrix]
     attention = [param for param in matrices if param.module.startswith("attention.")]
     ffn = [param for param in matrices if param.module.startswith("ffn.")]
@@ -72,7 +78,8 @@ def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
 
 
 def _recomputed_flops(sizes: ModelSizes, attend: float, recompute: Recompute) -> float:
-    """Operations that one layer's backward repeats. A repetition stops before the last product, which is not needed."""
+    """Return the operations that one layer's backward repeats. The last matrix product is not
+    needed and not repeated."""
     scores = attend / 2
     qkv, out, gate_up, _ = _layer_params(sizes)
     if recompute == "attention":

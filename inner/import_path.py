@@ -1,7 +1,9 @@
-"""Own code by import path, `package.module:attribute`: its form, how it is imported, and the hash of its file.
+"""Own code by import path, `package.module:attribute`: its form, how it is imported, and the hash
+of its file.
 
-A config names code in this form where it may name one of ours: `optimizer.name`, for example. Nothing is imported when
-a config is read, because its text may come from a swarm. No torch here.
+A config may name code in this form wherever it may name a built-in part, for example in
+`optimizer.name`. Nothing is imported when a config is read, because the config may come from a
+swarm. No torch here.
 """
 
 import hashlib
@@ -21,12 +23,13 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` has the form package.module:attribute."""
+    """Return whether `name` has the form package.module:attribute."""
     return _FORM.fullmatch(name) is not None
 
 
 def one_of(names: Sequence[str], example: str) -> AfterValidator:
-    """A validator of a setting that is one of `names` or an import path such as `example`."""
+    """Return a validator for a setting that is one of `names` or an import path such as
+    `example`."""
 
     def check(name: str) -> str:
         if name not in names and not is_import_path(name):
@@ -38,7 +41,8 @@ def one_of(names: Sequence[str], example: str) -> AfterValidator:
 
 
 def _read_number(value: Any) -> Any:
-    """A number such as 1e-5, which is text for YAML; all other values as they are."""
+    """Convert a text such as 1e-5, which YAML does not read as a number; return all other values
+    unchanged."""
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
@@ -48,10 +52,10 @@ Options = dict[str, Annotated[Scalar | list[Scalar], AfterValidator(_read_number
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
-    """Import the class or function that `key` of the config names by `path`.
+    """Import the class or function that `path` names. `key` is the setting with that path.
 
-    It must be defined in the package that the path names, so that who allows the import of a package does not allow
-    what that package itself has imported. Raises InputError.
+    It must be defined in the package that the path names: permission to import a package does not
+    cover other packages that it has imported. Raises InputError.
     """
     where = f"{key}: got {path!r}"
     module_name, _, name = path.partition(":")
@@ -60,7 +64,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         raise InputError(
             f"{where}; there is no module {error.name!r} here; install its package into this environment, or add the "
-            "folder that has it to PYTHONPATH"
+            "folder that contains it to PYTHONPATH"
         ) from error
     except Exception as error:
         raise InputError(f"{where}; importing {module_name} failed: {summarise(error)}") from error
@@ -78,7 +82,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
 
 
 def call_text(target: Callable[..., Any]) -> str:
-    """Name and parameters of a class or function, for messages."""
+    """Return name and parameters of a class or function, for messages."""
     try:
         return f"{target.__name__}{inspect.signature(target)}"
     except ValueError:  # Some builtins have no signature.
@@ -86,7 +90,8 @@ def call_text(target: Callable[..., Any]) -> str:
 
 
 def source_sha256(path: str, key: str) -> str:
-    """SHA-256 of the file that defines what `path` names, in hexadecimal digits. Raises InputError."""
+    """Return the SHA-256 of the file that defines the code at `path`, in hexadecimal digits. Raises
+    InputError."""
     target = load(path, key)
     file = inspect.getsourcefile(target)
     if file is None:

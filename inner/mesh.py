@@ -1,12 +1,14 @@
-"""The mesh of an island's ranks, and how a step's tokens are spread over it. torch is imported when a mesh is built.
+"""The mesh of an island's ranks, and how a step's tokens are spread over it. torch is imported when
+a mesh is built.
 
-Axes are ordered from the slowest link to the fastest: ranks along `tp` communicate most and are adjacent.
+Axes are ordered from the slowest link to the fastest: ranks along `tp` communicate most and are
+adjacent. The last column is what is sent:
 
     pp            each rank holds some of the layers         activations, point to point
-    dp_replicate  each rank holds the same shards            gradients, once a step
+    dp_replicate  each rank holds the same shards            gradients, once per step
     dp_shard      each rank holds a shard of every weight    weights and gradients
     cp            each rank holds a share of the sequence    keys and values; shards weights together with dp_shard
-    tp            each rank holds a share of every matrix    activations, four times a layer
+    tp            each rank holds a share of every matrix    activations, four times per layer
 """
 
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ class Degrees:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of groups of ranks that each read different sequences."""
+        """Number of groups of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -53,7 +55,7 @@ class Degrees:
 
     @property
     def num_copies(self) -> int:
-        """Number of ranks that compute with the same weights, each on other tokens."""
+        """Number of ranks that compute with the same weights on different tokens."""
         return self.dp_replicate * self.fsdp
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -96,7 +98,8 @@ def _times(degrees: dict[str, int]) -> str:
 
 
 def _cure(others: dict[str, int], num_ranks: int) -> str:
-    """Text with the degrees of one axis that would divide the ranks, or the numbers of ranks that would work."""
+    """Return a text with the degrees of one axis that would divide the ranks, or numbers of ranks
+    that would work."""
     product = prod(others.values())
     for axis, degree in others.items():
         allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (product // degree * n) == 0]
@@ -106,7 +109,8 @@ def _cure(others: dict[str, int], num_ranks: int) -> str:
 
 
 class IslandMesh:
-    """The island's ranks as DeviceMeshes, with this rank's coordinates. Every rank must build it at the same time."""
+    """The island's ranks as DeviceMeshes, with this rank's coordinates. Every rank must build it at
+    the same time."""
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
         # Imported here so that the launcher can check degrees without importing torch.
@@ -115,7 +119,8 @@ class IslandMesh:
         self.degrees = degrees
         sizes = degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp
         self.world = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        """The axis fsdp is dp_shard and cp together, because weights are sharded over both."""
+        """The whole mesh. Its axis fsdp is dp_shard and cp together, because weights are sharded
+        over both."""
         if degrees.cp > 1:
             self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
         self.at = degrees.coordinates(self.world.get_rank())
@@ -123,7 +128,8 @@ class IslandMesh:
 
     @property
     def fsdp(self) -> "DeviceMesh":
-        """The axes over which FSDP replicates and shards. Replicating over a single rank would still all-reduce."""
+        """The mesh that FSDP replicates and shards over. An axis of a single replica is left out,
+        because FSDP would still all-reduce over it."""
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
 
     @property
@@ -136,7 +142,7 @@ class IslandMesh:
 
     @property
     def cp_group(self) -> "ProcessGroup":
-        """The ranks that share a sequence. Available only when cp > 1."""
+        """The ranks that share a sequence. Available only if cp > 1."""
         return self._split["cp"].get_group()
 
     @property
@@ -146,7 +152,8 @@ class IslandMesh:
 
 
 def accumulation_steps(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:
-    """Number of micro-batches per rank and inner step. Raises InputError if the tokens do not divide evenly."""
+    """Return the number of micro-batches per rank and inner step. Raises InputError if the tokens
+    do not divide evenly."""
     step_tokens = seq_len * micro_batch * num_data_ranks
     if tokens_per_step % step_tokens:
         raise InputError(

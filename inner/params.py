@@ -1,7 +1,9 @@
-"""A mesh-independent view of a model's parameters: full names and shapes, and the rectangles that this rank holds.
+"""A mesh-independent view of a model's parameters: full names and shapes, and the rectangles that
+this rank holds.
 
-This is the only file that unwraps DTensor. A parameter is seen as a matrix (shape[0], product of the rest); a 1-D
-parameter is (n, 1), a number (1, 1). The slices of one replica's ranks cover the model exactly once.
+Only this file unwraps DTensors. A parameter is seen as a matrix (shape[0], product of the rest); a
+1-D parameter is (n, 1), a 0-d parameter (1, 1). The slices of one replica's ranks cover the model
+exactly once.
 """
 
 import math
@@ -31,17 +33,20 @@ class LocalParams:
     specs: list[ParamSpec]
     """All parameters of the model in its own order, the same on every rank. Tied weights occur once."""
     slices: list[ParamSlice]
-    """The slices that this rank holds, in the order of `specs`. Parameters of which it holds nothing are left out."""
+    """The slices that this rank holds, in the order of `specs`. Parameters of which it holds
+    nothing are left out."""
 
     def __init__(self, whole: nn.Module, stages: Sequence[nn.Module], names: Collection[str] | None = None) -> None:
-        """`whole` is the full model, which may be on the meta device. `stages` are the stages that this rank holds.
+        """Build the view. `whole` is the full model, possibly on the meta device; `stages` are the
+        stages that this rank holds.
 
         With `names` the view is limited to these parameters.
         """
         found = [(name, param) for name, param in whole.named_parameters() if names is None or name in names]
         self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in found]
         self.slices = []
-        # FSDP swaps the modules' parameters while it computes; these references stay the sharded fp32 masters.
+        # FSDP swaps the modules' parameters while it computes. These references remain the sharded
+        # fp32 masters.
         self._copies: list[list[Tensor]] = []
         named: dict[str, list[Tensor]] = defaultdict(list)
         for stage in stages:
@@ -54,40 +59,50 @@ class LocalParams:
                 self._copies.append(copies)
 
     def copies(self, index: int) -> Sequence[Tensor]:
-        """Live parameters that slice `index` belongs to. A tied parameter has several."""
+        """Return the live parameters that slice `index` belongs to. A tied parameter has
+        several."""
         return self._copies[index]
 
     def read(self, index: int) -> Tensor:
-        """Slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter is on the CPU."""
+        """Return slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter
+        is on the CPU."""
         return self.read_all([index])[index]
 
     def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        """Slices by index, each as `read`. The host waits for an accelerator once, for all of them."""
+        """Return slices by index, each like `read`. The host waits for an accelerator only once for
+        all of them."""
         return read_to_host({index: self.matrix(index) for index in indices})
 
     def write(self, index: int, values: Tensor) -> None:
-        """Copy `values` (2-D, shape of the slice) in place into the live parameter (all copies of a tied one)."""
+        """Copy `values` (2-D, shape of the slice) in place into the live parameter (all copies of a
+        tied parameter)."""
         target = self.slices[index]
-        assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
+        assert values.shape == target.shape, (
+            f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
+        )
         for param in self._copies[index]:
             local = local_tensor(param)
             local.copy_(values.view(local.shape), non_blocking=True)
 
     def write_all(self, values: Mapping[int, Tensor]) -> None:
-        """Write slices by index. The host waits for none of those that lie in memory from `pinned`."""
+        """Write slices by index. The host does not wait for copies of values that lie in memory
+        from `pinned`."""
         for index, new in values.items():
             self.write(index, new)
 
     def pinned(self, index: int) -> Tensor | None:
-        """Page-locked memory for new values of slice `index`; None where that is of no use, as on a CPU."""
+        """Return page-locked memory for new values of slice `index`; None if that is of no use, as
+        on a CPU."""
         return pinned_like(self.matrix(index))
 
     def matrix(self, index: int) -> Tensor:
-        """Slice `index` where it lies, 2-D fp32; a copy if its memory has another order."""
+        """Return slice `index` in its own memory, 2-D fp32; a copy if the memory has another
+        order."""
         return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape)
 
     def live(self, index: int) -> Tensor | None:
-        """Slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and exists once; else None."""
+        """Return slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and
+        has one copy; else None."""
         param, *others = self._copies[index]
         tensor = local_tensor(param)
         can_be_viewed = not others and tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -95,25 +110,28 @@ class LocalParams:
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """This rank's shard of a parameter or gradient, detached but sharing its memory."""
+    """Return this rank's shard of a parameter or gradient, detached but sharing its memory."""
     if not isinstance(param, DTensor):
         return param.detach()
-    # Without detach(), which goes through DTensor's slow dispatch: this runs for each parameter in each step.
+    # Do not use detach() here, because it goes through DTensor's slow dispatch: this runs per
+    # parameter and step.
     with torch.no_grad():
         return param.to_local()
 
 
 def read_to_host(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The tensors on the CPU: copies of those of an accelerator, and the others themselves."""
+    """Return the tensors on the CPU: copies of tensors on an accelerator, and CPU tensors
+    themselves."""
     elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
     copies = copy_to_host(list(elsewhere.values()))
     return dict(tensors) | dict(zip(elsewhere, copies, strict=True))
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor on the CPU, also of those that are there. DTensors stay DTensors.
+    """Return a CPU copy of each tensor, also of CPU tensors. DTensors stay DTensors.
 
-    An accelerator writes them all, into page-locked memory if it is CUDA, before the host waits for it, once.
+    An accelerator writes all copies, into page-locked memory on CUDA, and the host waits once for
+    all of them.
     """
     copies = [torch.empty_like(tensor, device="cpu", pin_memory=_can_pin(tensor)) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
@@ -124,8 +142,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pinned_like(tensor: Tensor) -> Tensor | None:
-    """Page-locked memory for the values of a tensor on CUDA, None for others. It is not used again too early:
-    torch keeps what a copy to the device still reads."""
+    """Return page-locked memory for the values of a CUDA tensor, None for other tensors. torch does
+    not reuse the memory while a copy to the device still reads it."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True) if _can_pin(tensor) else None
 
 
@@ -134,9 +152,12 @@ def _can_pin(tensor: Tensor) -> bool:
 
 
 def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
-    """Rectangle of this rank's shard. It may be empty when there are more ranks than rows."""
+    """Return the rectangle of this rank's shard. It may be empty if there are more ranks than
+    rows."""
     name = spec.name
-    assert tuple(param.shape) == spec.shape, f"{name}: {tuple(param.shape)} in a stage, {spec.shape} in the model"
+    assert tuple(param.shape) == spec.shape, (
+        f"{name} has shape {tuple(param.shape)} in a stage, {spec.shape} in the model"
+    )
     local_shape: tuple[int, ...] = tuple(param.shape)
     offset: tuple[int, ...] = (0,) * param.ndim
     if isinstance(param, DTensor):
@@ -148,6 +169,6 @@ def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
         cols = (0, math.prod(rest))
     else:
         cols = (offset[1], offset[1] + local_shape[1])
-    assert param.dtype == torch.float32, f"{name}: master weights are fp32, got {param.dtype}"
+    assert param.dtype == torch.float32, f"{name}: master weights must be fp32, got {param.dtype}"
     first, num_rows = (offset[0], local_shape[0]) if param.ndim else (0, 1)
     return ParamSlice(name, rows=(first, first + num_rows), cols=cols)

@@ -1,4 +1,4 @@
-"""Trains one island's model. One call makes one inner step over all of the island's ranks."""
+"""Train one island's model. One call makes one inner step over all of the island's ranks."""
 
 import math
 import time
@@ -44,22 +44,23 @@ class StepResult:
     """Result of one inner step. All fields except `seconds` are the same on every rank."""
 
     step: int
-    """Number of inner steps done, including this one."""
+    """Number of inner steps so far, including this one."""
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those tokens in nats; None if it or the gradient is not finite, or there was no target."""
+    """Mean over those targets in nats; None if the loss or the gradient is not finite, or if there
+    was no target."""
     lr: float
     grad_norm: float | None
-    """Gradient norm before clipping; None where the loss is None."""
+    """Gradient norm before clipping; None if `loss` is None."""
     seconds: float
     is_skipped: bool
-    """Whether the gradient was thrown away: it was not finite, or the loss was a spike that the config does not let
-    pass."""
+    """Whether the gradient was discarded, because it was not finite, or because the loss was a
+    spike and the config skips spikes."""
     spike: Spike | None = None
-    """Set if the loss is a spike."""
+    """The spike, if the loss is one."""
     noise: GradientNoise | None = None
-    """Set in the steps in which the gradient's noise is measured."""
+    """The measured gradient noise; None in steps that do not measure it."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,26 @@ class TrainerSettings:
     seq_len: int
     seed: int
     total_steps: int
-    """Number of inner steps of the whole run: the length of the learning-rate schedule."""
+    """Number of inner steps of the whole run, which is the length of the learning-rate schedule."""
     eos_id: int | None = None
     """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
     init_from: Path | None = None
-    """Folder with the initial weights in Hugging Face's layout. None: they are drawn from the seed."""
+    """Folder with the initial weights in Hugging Face's layout. None: they are drawn from the
+    seed."""
     draw_weights: Callable[[LocalParams, Sequence[Transformer], int], None] = initialise
-    """How they are drawn. A measurement that compares no weights may fill them on the device, which takes no time."""
+    """Function that draws the initial weights. A measurement that compares no weights may fill them
+    quickly on the device."""
 
 
 class Trainer:
-    """A model, its optimizers and its position in the learning-rate schedule. Every rank builds and steps one."""
+    """A model, its optimizers and its position in the learning-rate schedule. Every rank builds one
+    and steps it."""
 
     stages: list[Transformer]
     """This rank's pipeline stages; the whole model when pp is 1."""
     inner_step: int
-    """Number of inner steps done, including skipped ones. A joining island sets it to continue the schedule."""
+    """Number of inner steps so far, including skipped ones. A joining island sets it to continue
+    the schedule."""
 
     def __init__(
         self,
@@ -107,7 +112,8 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
-        """The number of inner steps before the first of the last ones without a finite loss and gradient, if any."""
+        """Number of inner steps before the current series of steps without a finite loss and
+        gradient; None if there is none."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
@@ -145,19 +151,23 @@ class Trainer:
         )
 
     def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
-        """From now on train on sequences of this length, with the lr and the tokens of a step of this config.
+        """Train on sequences of length `seq_len` from now on, with the config's lr and tokens per
+        step.
 
-        `seq_len` is at most that of the settings. Every rank must call it between the same steps.
+        `seq_len` is at most the seq_len of the settings. Every rank must call it between the same
+        two steps.
         """
-        assert seq_len <= self.settings.seq_len, f"{seq_len}, the longest is {self.settings.seq_len}"
+        assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
         self._seq_len, self._config = seq_len, optimizer_config
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
-        """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100 is ignored.
+        """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100
+        is ignored.
 
-        Every rank must call it with the same number of micro-batches, and ranks with equal data_rank with the same
-        ones. A non-finite loss or gradient on any rank skips the step on all ranks. Too many such steps in a row raise
-        TrainingStopped on all ranks. A loss spike may skip the step, too: SpikeConfig.
+        Every rank must call it with the same number of micro-batches, and ranks with equal
+        data_rank with the same micro-batches. A non-finite loss or gradient on any rank skips the
+        step on all ranks. Too many consecutive steps of this kind raise TrainingStopped on all
+        ranks. A loss spike may also skip the step, see SpikeConfig.
         """
         started_at = time.perf_counter()
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
@@ -165,7 +175,8 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
         sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
-        # The host waits for the device here only. All ranks decide alike because the sums are the same on all of them.
+        # This is the only place where the host waits for the device. The sums are the same on all
+        # ranks, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
         is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
         spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
@@ -191,15 +202,16 @@ class Trainer:
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
-        """Summed loss in nats and number of tokens over all ranks' windows. The training state is unchanged.
+        """Return the summed loss in nats and the number of tokens over all ranks' windows. The
+        training state is unchanged.
 
-        Every rank must call it, and ranks with equal data_rank with the same windows. The number of windows may differ
-        between data ranks and may be zero.
+        Every rank must call it, and ranks with equal data_rank with the same windows. The number of
+        windows may differ between data ranks and may be zero.
         """
         here = list(windows)
         most = torch.tensor(len(here), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        # A forward is collective, so all ranks must run the same number.
+        # A forward is collective, so all ranks must run the same number of forwards.
         empty = empty_window(self.settings.micro_batch, self._seq_len)
         padded = here + [empty] * (int(most) - len(here))
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
@@ -209,7 +221,8 @@ class Trainer:
         return loss_sum, int(tokens)
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
-        """Leave the gradient of the mean loss over `num_tokens` targets, and return this rank's summed loss."""
+        """Compute the gradient of the mean loss over `num_tokens` targets, and return this rank's
+        summed loss."""
         my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
         return my_loss
@@ -219,10 +232,12 @@ class Trainer:
         return every > 0 and self.inner_step % every == 0
 
     def _measure_small_batch(self, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
-        """Number of targets of the step's small batch, and the squared norm of its mean gradient. Leaves no gradient.
+        """Return the number of targets of the step's small batch, and the squared norm of its mean
+        gradient.
 
-        It runs over all sequences, with targets in some only, because that is the same on every mesh. A later backward
-        computes the same as without it. Every rank must call it.
+        It runs over all sequences, but with targets in the small batch only, because this is the
+        same on every mesh. It leaves no gradient, and does not change the result of a later
+        backward. Every rank must call it.
         """
         count = self.settings.micro_batch
         first = self.data_rank * len(micro_batches) * count
@@ -240,28 +255,32 @@ class Trainer:
             optimizer.zero_grad()
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
-        """Number of valid targets on one of the ranks that read the same sequences, and 0 on the others; 0-dim fp64.
+        """Return the number of valid targets, or 0 unless this is the first of the ranks that read
+        the same sequences; 0-dim fp64.
 
-        It is counted on the CPU, where the text is, and filled in on the device, so that neither waits for the other.
+        The number is counted on the CPU, where the text is, and written on the device, so that
+        neither waits for the other.
         """
         at = self.mesh.at
         count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
         return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:
-        """The loss on the first tensor-parallel rank and 0 on the others, which have the same loss."""
+        """Return the loss on the first tensor-parallel rank and 0 on the others, which have the
+        same loss."""
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum each value over the island's ranks in fp64, on the device. Every rank must call it."""
         total = values.double()
-        # Between one rank and itself gloo takes a millisecond.
+        # With a single rank, gloo would take a millisecond for nothing.
         if self.mesh.degrees.num_ranks > 1:
             dist.all_reduce(total)
         return total
 
     def _sum_gradients(self) -> None:
-        """Add up what different ranks, or stages of a rank, have of the gradient of the same weight."""
+        """Add up the parts of a weight's gradient that different ranks, or different stages of a
+        rank, have computed."""
         sum_tied(self.stages, self._tied_ends)
         if self.mesh.degrees.tp > 1:
             group = self.mesh.tp.get_group()
@@ -277,13 +296,15 @@ class Trainer:
             optimizer.step()
 
     def go_on_after_broken_steps(self, inner_step: int) -> None:
-        """An earlier state has been loaded in place of one without finite losses: go on at this inner step."""
+        """Continue at this inner step after an earlier state was loaded, because the losses were no
+        longer finite."""
         self.inner_step = inner_step
         self._skipped_in_a_row = 0
         self.broken_since = None
 
     def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
-        """Count consecutive steps without a finite gradient. Raises TrainingStopped when there are too many."""
+        """Count consecutive steps without a finite gradient. Raises TrainingStopped if there are
+        too many."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
         if not is_broken:
             self.broken_since = None

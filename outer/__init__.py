@@ -20,5 +20,5 @@ What a program uses of it; everything else may change without notice (tests/test
                                             addresses of gloo; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
     codecs.choice, leases.ledger, rounds.checkpoint, space.digest, space.fragments,
-    space.layout, state.earlier, state.part_state       types and formats that it shows
+    space.layout, space.redistribute, state.earlier, state.part_state     types and formats that it shows
 """

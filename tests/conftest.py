@@ -16,6 +16,8 @@ import pytest
 import torch
 import tqdm
 
+# Islands of tests check in which thread their state is touched; so do processes that they start.
+os.environ["DILOCO_CHECK_THREADS"] = "1"
 # Else a thread of it is there whenever a progress bar has been: tests fork, which wants one thread (tests/harness.py).
 tqdm.tqdm.monitor_interval = 0
 torch.set_num_threads(1)

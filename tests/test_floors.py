@@ -58,7 +58,8 @@ FLOORS = {
         checkpoints connections swarm
         doctor
         status tuning
-        assemble island_rounds watch.collection watch.view
+        island_rounds participation watch.collection watch.view
+        assemble
         island_records own_loop.model
         island
         own_loop

@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 MODULES = [path for package in ("diloco", "inner", "outer") for path in sorted((ROOT / package).rglob("*.py"))]
 TREES = {path: ast.parse(path.read_text()) for path in MODULES}
@@ -32,13 +30,17 @@ def names_of(path: Path) -> tuple[set[str], list[ast.Call]]:
     return modules, [node for node in nodes if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_calls_nothing_that_runs_what_it_reads(path: Path) -> None:
+def test_no_module_calls_anything_that_runs_what_it_reads() -> None:
+    assert {str(path.relative_to(ROOT)): found for path in MODULES if (found := dangers_of(path))} == {}
+
+
+def dangers_of(path: Path) -> set[str]:
+    """The unpicklers, calls and options in a module by which a file or a peer could run code."""
     modules, calls = names_of(path)
     used = {ast.unparse(call.func) for call in calls} & FORBIDDEN
     options = {keyword.arg for call in calls for keyword in call.keywords} & {"allow_pickle", "trust_remote_code"}
     allowed = ALLOWED.get(str(path.relative_to(ROOT)), set())
-    assert (modules & UNPICKLERS, used - allowed, options) == (set(), set(), set())
+    return (modules & UNPICKLERS) | (used - allowed) | {str(option) for option in options}
 
 
 def test_the_one_torch_load_builds_tensors_only() -> None:

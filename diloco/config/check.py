@@ -44,8 +44,8 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
 
 def check_network(run: RunConfig, island: IslandConfig) -> None:
     """Raise InputError if the island reaches the others by a package that is an extra and not installed."""
-    if run.outer.transport == "hivemind":
-        require_hivemind("outer.transport=hivemind")
+    if run.outer.network.has_daemon:
+        require_hivemind(f"outer.transport={run.outer.transport}")
     if any(address.startswith("/") for address in island.bootstrap):
         require_hivemind("the DHT at the addresses in island.bootstrap", MEET_ELSEWHERE)
 
@@ -63,10 +63,10 @@ def check_company(run: RunConfig, island: IslandConfig) -> None:
         return
     why = "island.joins is true" if island.joins else f"{others} more begin with it (outer.start_islands)"
     alone = "" if island.joins else ", or set outer.start_islands=1 to train alone"
-    if run.outer.transport == "loopback":
+    if not run.outer.network.leaves_process:
         raise ConfigError(
-            f"outer.transport: got loopback, which no other process reaches, and {why}: {island.label} would wait for "
-            f"ever; use tls, gloo or hivemind{alone}"
+            f"outer.transport: got {run.outer.transport}, which no other process reaches, and {why}: {island.label} "
+            f"would wait for ever; use tls, gloo or hivemind{alone}"
         )
     if not island.bootstrap:
         raise ConfigError(

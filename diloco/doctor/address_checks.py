@@ -8,37 +8,31 @@ from collections.abc import Iterator
 
 from diloco.doctor.checks import Check
 from diloco.swarm.visit import LocalIsland
-from outer.config import PORTS_OF_TLS
 from outer.routes.addresses import WILDCARDS, is_loopback
 
 DIAL_SECONDS = 5.0
-SWARM_CURE = {
-    "hivemind": "set island.listen_host=0.0.0.0 island.listen_port=PORT and, behind a router or in a cloud, "
-    "island.announce_host=PUBLIC_ADDRESS",
-    "gloo": "set island.listen_host to this machine's address in the network of the islands",
-    "tls": "set island.listen_host=0.0.0.0 island.listen_port=PORT and island.announce_host to the address that others "
-    "reach",
-}
 
 
 def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     """Check that the island can listen at the address in its config, and that others could reach it there."""
     host, port, where = local.island.listen_host, local.island.listen_port, "island.listen_host"
-    if local.transport == "gloo" and host in WILDCARDS:
-        yield Check("FAILED", where, f"{host}: gloo needs one address of this machine; {SWARM_CURE['gloo']}")
+    network = local.network
+    cure = network.listening_cure
+    if network.needs_host and host in WILDCARDS:
+        yield Check("FAILED", where, f"{host}: {local.transport} needs one address of this machine; {cure}")
         return
-    has_relays = local.transport == "tls" and bool(local.island.relays)
-    if local.transport == "tls" and host in WILDCARDS and local.island.announce_host is None and not has_relays:
-        yield Check("FAILED", where, f"{host}: the others must be told an address; {SWARM_CURE['tls']}")
+    has_relays = network.has_routes and bool(local.island.relays)
+    has_address = host not in WILDCARDS or local.island.announce_host is not None
+    if network.announces_host and not has_address and not has_relays:
+        yield Check("FAILED", where, f"{host}: the others must be told an address; {cure}")
         return
     if problem := find_bind_problem(host, 0):
-        yield Check("FAILED", where, f"{host}: {problem}; {SWARM_CURE[local.transport]}")
+        yield Check("FAILED", where, f"{host}: {problem}; {cure}")
         return
     if has_relays and local.island.announce_host is None and (host in WILDCARDS or is_loopback(host)):
         text = f"{host}: no address is announced; others reach this island by {', '.join(local.island.relays)}"
         yield Check("ok", where, text)
     elif is_loopback(host) and not is_alone:
-        cure = SWARM_CURE[local.transport]
         yield Check("warning", where, f"{host}: islands on other machines cannot reach this one; to allow it, {cure}")
     else:
         yield Check("ok", where, f"{host}: an address of this machine")
@@ -52,7 +46,7 @@ def check_port(local: LocalIsland, host: str, port: int) -> Check:
     where = "island.listen_port"
     if port == 0:
         return Check("ok", where, "0: any free port; behind a firewall or router set one and open it")
-    of_rank = {"gloo": 1, "tls": PORTS_OF_TLS}.get(local.transport, 0)
+    of_rank = local.network.ports_per_rank
     ports = range(port, port + max(of_rank * local.island.ranks, 1))
     if ports[-1] > 65535:
         text = f"{port}: with {of_rank} per rank the last port is {ports[-1]}, above 65535; set a lower one"
@@ -61,15 +55,17 @@ def check_port(local: LocalIsland, host: str, port: int) -> Check:
         if problem := find_bind_problem(host, each):
             return Check("FAILED", where, f"{each}: {problem}")
     text = f"{port}: free" if len(ports) == 1 else f"{port} to {ports[-1]}, {of_rank} for each rank: free"
-    if local.transport == "gloo":
-        text += "; gloo also chooses ports for payloads itself: islands must reach each other on all ports"
+    if local.network.opens_random_ports:
+        text += (
+            f"; {local.transport} also chooses ports for payloads itself: islands must reach each other on all ports"
+        )
     return Check("ok", where, text)
 
 
 def check_announced(local: LocalIsland, host: str, port: int) -> Check:
     """Check that the announced address can lead to this machine."""
     where = "island.announce_host"
-    if port == 0 and local.transport == "hivemind":
+    if port == 0 and local.network.has_daemon:
         return Check("FAILED", where, f"{host}: it needs a fixed island.listen_port that is forwarded; got 0")
     if find_bind_problem(host, 0) == "":
         return Check("ok", where, f"{host}: an address of this machine")

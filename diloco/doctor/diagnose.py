@@ -36,7 +36,6 @@ from diloco.swarm.visit import (
     open_run_network,
     resolve_local_island,
 )
-from outer.config import AT_RENDEZVOUS
 from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
 from outer.errors import InputError, OuterError, is_about_run_key
@@ -235,6 +234,6 @@ def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractA
     """Open a network that listens as an island on this machine would."""
     island = local.island
     # With hivemind it has no connections: peers that are connected already could call without a new one.
-    needs_swarm = run.outer.transport in AT_RENDEZVOUS or island.relay == "client"
+    needs_swarm = not run.outer.network.has_daemon or island.relay == "client"
     own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"})
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)

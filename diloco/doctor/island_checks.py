@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from diloco.config.schema import RunConfig
-from diloco.doctor.address_checks import SWARM_CURE
 from diloco.doctor.checks import Check
 from diloco.doctor.machine_checks import state_bytes
 from diloco.doctor.path_checks import MAX_RANKS, check_gloo_ports, check_paths
@@ -89,9 +88,10 @@ async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
         return
     yield await check_rate(remote, "bandwidth down", lambda n: download_bytes(remote, n))
     yield await check_rate(remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n)))
-    if remote.run.outer.transport == "gloo":
+    network = remote.run.outer.network
+    if network.opens_random_ports:
         yield await check_gloo_ports(remote.member)
-    if remote.run.outer.transport == "tls":
+    if network.has_routes:
         async for check in check_paths(remote.member, remote.local):
             yield check
     if remote.callback is not None:
@@ -119,14 +119,13 @@ def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | B
 
 def reach_cure(remote: RemoteIsland) -> str:
     """What to change on the remote machine so that its island can be called."""
-    if remote.run.outer.transport == "hivemind":
+    network = remote.run.outer.network
+    if network.has_daemon:
         return (
             "if it still runs, then on that machine open island.listen_port (a fixed one) and set island.announce_host "
             "to the address that others see, or set island.relay=client; an island.allow there must list this peer"
         )
-    ports = (
-        "island.listen_port + rank" if remote.run.outer.transport == "gloo" else "two for each from island.listen_port"
-    )
+    ports = f"{network.ports_per_rank} for each from island.listen_port"
     return (
         f"its record says {remote.address}: if it still runs, then on that machine open the ports of all ranks "
         f"({ports}) and set island.announce_host to the address that others see"
@@ -168,7 +167,7 @@ def check_clock(remote: RemoteIsland, ahead: float, error: float) -> Check:
     text = f"{abs(ahead):.3f} s {where} this machine's, give or take {error:.3f} s"
     if abs(ahead) < CLOCK_NOTICED + error:
         return Check("ok", "clock", text)
-    if remote.run.outer.transport != "hivemind":
+    if not remote.run.outer.network.has_daemon:
         return Check("warning", "clock", f"{text}; rounds go on, but times in logs will not match: {CLOCK_CURE}")
     level = "FAILED" if abs(ahead) > CLOCK_FAILED else "warning"
     return Check(level, "clock", f"{text}; records in hivemind's DHT expire by the clock: {CLOCK_CURE}")
@@ -241,12 +240,13 @@ def strip_peer_ids(address: str) -> str:
 
 def call_back_cure(remote: RemoteIsland) -> str:
     """What to change on this machine so that other islands can call it."""
-    island, transport = remote.local.island, remote.run.outer.transport
+    island = remote.local.island
+    network = remote.run.outer.network
     if is_loopback(island.listen_host) and island.announce_host is None:
-        return SWARM_CURE[transport]
+        return network.listening_cure
     port = f"port {island.listen_port}" if island.listen_port else "a fixed island.listen_port"
     cure = f"open {port} in this machine's firewall, forward it in the router, and set island.announce_host to the "
     cure += "address that others see"
-    if transport == "hivemind" and island.relay != "client":
+    if network.has_daemon and island.relay != "client":
         cure += "; or, where no port can be opened, island.relay=client, with an island.relay=server in the swarm"
     return cure

@@ -32,10 +32,10 @@ LOW_DISK_BYTES = 1_000_000_000
 
 def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     """Run all checks that need no swarm. `is_alone` means that the given swarm is on this machine."""
-    yield check_versions(local.transport)
+    yield check_versions(local)
     yield check_config(local)
-    if local.transport == "loopback":
-        yield Check("ok", "network", "outer.transport=loopback needs no network")
+    if not local.network.leaves_process:
+        yield Check("ok", "network", f"outer.transport={local.transport} needs no network")
     else:
         yield from check_listening(local, is_alone=is_alone)
     yield check_rank_stores()
@@ -44,11 +44,11 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")
     if local.island.run_key_file is not None:
         yield check_key(home_path(local.island.run_key_file, "island.run_key_file"))
-    if local.transport == "hivemind" and has_hivemind():
+    if local.network.has_daemon and has_hivemind():
         yield check_daemon()
 
 
-def check_versions(transport: str) -> Check:
+def check_versions(local: LocalIsland) -> Check:
     """Check that the packages the island needs are installed, and report their versions."""
     from outer.diagnostics import PACKAGES, VERSION, package_versions
 
@@ -56,7 +56,7 @@ def check_versions(transport: str) -> Check:
     text = f"{', '.join(f'{name} {number}' for name, number in found.items())}, wire {VERSION}"
     if missing := [package for package in PACKAGES if package not in found and package != "hivemind"]:
         return Check("FAILED", "versions", f"{text}; not installed: {', '.join(missing)}; run scripts/setup")
-    if transport == "hivemind":
+    if local.network.has_daemon:
         try:
             require_hivemind("outer.transport=hivemind, the default,")
         except InputError as error:

@@ -27,8 +27,8 @@ def check_strict(local: LocalIsland, run: RunConfig) -> Iterator[Check]:
 
 def check_network(outer: OuterConfig) -> Check:
     """Check that others can neither read nor alter what islands say to each other."""
-    if outer.transport == "gloo":
-        return Check("FAILED", "outer.transport", "gloo encrypts nothing; use tls or hivemind")
+    if not outer.network.encrypts:
+        return Check("FAILED", "outer.transport", f"{outer.transport} encrypts nothing; use tls or hivemind")
     return Check("ok", "outer.transport", f"{outer.transport} encrypts calls and payloads")
 
 

@@ -66,7 +66,7 @@ def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
 
 def require_relays(config: Config) -> None:
     """Raise ConfigError unless islands that can only dial out reach each other."""
-    if config.outer.transport != "tls" or not config.island.relays:
+    if not config.outer.network.has_routes or not config.island.relays:
         raise ConfigError(
             f"outer.transport is {config.outer.transport} and island.relays {list(config.island.relays)}: nodes there "
             "have no address that other clusters reach, so islands must dial out to a relay; start `diloco relay` on a "

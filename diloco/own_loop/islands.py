@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.assemble import build_identity, build_loop_settings, open_records
 from diloco.config.check import check_entry
-from diloco.connections import open_connections
 from diloco.errors import ConfigError
-from diloco.faults.self_inflicted import build_hooks, slow_down
+from diloco.faults.self_inflicted import slow_down
 from diloco.island_rounds.of_all import IslandRounds
 from diloco.own_loop.model.copies import check_ranks
 from diloco.own_loop.model.optimizers import Optimizers, as_list, with_moments
@@ -38,11 +36,9 @@ from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
+from diloco.participation import Place, open_participation
 from diloco.records.kept_config import keep_config, replace_config
-from diloco.runtime.operator_requests import OperatorRequests
-from diloco.runtime.round_records import RoundRecords
-from diloco.status.visitors import serve_visitors
-from outer.loop import OuterLoop, build_loop
+from outer.loop import OuterLoop
 from outer.report import RoundReport
 
 
@@ -230,30 +226,30 @@ class Islands:
     def _open(self, stack: ExitStack) -> None:
         """Open records and connections, and build the outer loop."""
         run, island, ranks = self.config.run, self.config.island, self._ranks
-        folder, started_at = island.folder(run.name), time.time()
-        metrics = stack.enter_context(open_records(run, island, folder)) if ranks.is_leader else None
+        folder = island.folder(run.name)
         if ranks.is_leader:
             keep_config(folder.parent, run)
-        requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
-        stack.callback(requests.close)
-        network, event_loop = stack.enter_context(open_connections(run, island, ranks, folder, None))
         corpus = None if self._data is None else self._data.corpus
-        identity = build_identity(run, island, ranks, network.island_key, corpus)
-        hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
-        records = RoundRecords(metrics, run.outer.start_islands)
-        settings = build_loop_settings(run, island, folder, hooks, records)
-        self._outer: OuterLoop = build_loop(run.outer, identity, self._params, ranks, network, event_loop, settings)
-        records.find_ledger = lambda: self._outer.position.ledger
-        self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
-        self._events.text, self._events.before_round = self._data, self._check_params
+        opening = open_participation(
+            run,
+            island,
+            ranks,
+            folder,
+            self._params,
+            Place("its own loop", self._device),
+            moments=self._moments,
+            wait_for_corpus=lambda: corpus,
+        )
+        self._participation = stack.enter_context(opening)
         if ranks.is_leader:
-            self._events.on_entry = partial(replace_config, folder.parent, run)
-            self._events.keep_book(folder, island)
-        visits = {"mesh": "its own loop", "device": self._device, "doing": None}
-        if (told := serve_visitors(run, island, network, self._outer, metrics, **visits)) is not None:
-            stack.callback(told.linger, event_loop)
-        self._slow_down = partial(slow_down, hooks)
-        self._network = NetworkWatch(network, event_loop)
+            self._participation.on_entry = partial(replace_config, folder.parent, run)
+        self._events = LoopEvents(self._participation, self._data, self._check_params)
+        self._slow_down = partial(slow_down, self._participation.hooks)
+        self._network = NetworkWatch(self._participation.network, self._participation.event_loop)
+
+    @property
+    def _outer(self) -> OuterLoop:
+        return self._participation.outer
 
     def _begin(self, saved: SavedState | None) -> None:
         """Enter the run, and go on inside a round if the saved state is still that of the run."""
@@ -263,12 +259,12 @@ class Islands:
             outer.restore(saved.tensors, saved.facts)
             digest = outer.digest
         outer.begin()
-        self._events.note_entry()
-        self._rounds = build_rounds(outer, self.config.run, self._events)
+        self._participation.record_entry(outer.position)
+        self._rounds = build_rounds(self._participation, self.config.run, self._events)
         if saved is not None and outer.digest == digest:
             self._rounds.resume(saved.point)
         else:
-            self._events.count_moments()
+            self._participation.count_moments()
         self._rounds.proceed()
 
     def _require_between_steps(self, what: str) -> None:
@@ -289,8 +285,8 @@ class Islands:
         outer = self._outer
         if cause := self._rounds.stopped:
             outer.leave()
-            self._events.note("left", f"{cause}; {outer.position.round} rounds are done")
+            self._participation.event("left", f"{cause}; {outer.position.round} rounds are done")
         else:
             outer.finish()
-            self._events.note("left", f"the run's {self.config.run.outer.rounds} rounds are done")
+            self._participation.event("left", f"the run's {self.config.run.outer.rounds} rounds are done")
         self.close()

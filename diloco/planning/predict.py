@@ -21,8 +21,6 @@ CONTROL_TRIPS = 2.0
 """Round trips of control messages in a round: ready, plan, vote and its receipt are half a round trip each."""
 PAYLOAD_TRIPS = 1.0
 """Round trips of payloads in a round: a part goes to its reducer and its mean comes back."""
-PAYLOAD_SHARE = {"gloo": 0.94, "tls": 0.91, "hivemind": 0.91, "loopback": 1.0}
-"""Share of a link's rate that payloads get, by transport, measured at 100 Mbit/s. Frame headers leave at most 0.956."""
 MANY_PEERS_SHARE = 0.90
 """Further factor with more than one peer: connections share a link unevenly, and islands wait for the slow ones."""
 ROUND_MESSAGES = 15
@@ -179,7 +177,7 @@ def _payload_rate(case: Case) -> float:
 
 def find_payload_share(outer: OuterConfig, num_islands: int) -> float:
     """Share of a link's rate that payloads get, as measured."""
-    return PAYLOAD_SHARE[outer.transport] * (MANY_PEERS_SHARE if num_islands > 2 else 1.0)
+    return outer.network.payload_share * (MANY_PEERS_SHARE if num_islands > 2 else 1.0)
 
 
 def _message_seconds(case: Case, sent: RoundBytes) -> float:

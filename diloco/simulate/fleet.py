@@ -21,7 +21,6 @@ from diloco.runtime.devices.shares import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.simulate.nodes import NodesOf, nodes_command
 from diloco.swarm.bootstrap import PREFIX
-from outer.config import AT_RENDEZVOUS
 
 BOOTSTRAP_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -176,7 +175,7 @@ def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str],
 
 def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     """Start the run's bootstrap process and return its address, which it keeps after a restart."""
-    kind = "tcp" if config.outer.transport in AT_RENDEZVOUS else "dht"
+    kind = config.outer.network.rendezvous
     host = fleet.namespaces[BOOTSTRAP].host if fleet.net else config.island.listen_host
     command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
     command += ["--identity", str(run_dir / "bootstrap.key")] if kind == "dht" else []

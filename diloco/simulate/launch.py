@@ -140,12 +140,12 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
     faults = [parse_fault(spec) for spec in disturbances.faults]
     hidden = (*disturbances.nat, *disturbances.proxy)
-    is_there = {"has_bootstrap": config.outer.transport != "loopback", "has_relays": bool(hidden)}
+    is_there = {"has_bootstrap": config.outer.network.leaves_process, "has_relays": bool(hidden)}
     check_targets(faults, len(config.islands), nat=disturbances.nat, **is_there)
     check_processes(
         faults,
         [config.for_island(index).ranks for index in range(len(config.islands))],
-        has_daemon=config.outer.transport == "hivemind",
+        has_daemon=config.outer.network.has_daemon,
     )
     check_parts(faults)
     check_nodes_of(faults, disturbances.nodes)
@@ -173,7 +173,8 @@ def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets:
     """Raise ConfigError if these islands cannot be put where only a relay reaches them."""
     if not hidden:
         return
-    if (transport := config.outer.transport) != "tls":
+    if not config.outer.network.has_routes:
+        transport = config.outer.transport
         raise ConfigError(f"{option}: only tls has relays; outer.transport is {transport!r}, set it to tls")
     if unknown := [index for index in hidden if not 0 <= index < len(config.islands)]:
         raise ConfigError(f"{option}: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
@@ -196,10 +197,10 @@ def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
 
 def check_transport(config: Config) -> None:
     """Raise ConfigError if the transport cannot connect islands in separate processes."""
-    if config.outer.transport == "loopback" and len(config.islands) > 1:
+    if not config.outer.network.leaves_process and len(config.islands) > 1:
         raise ConfigError(
-            "outer.transport is 'loopback', which connects islands of one process only; simulate starts real "
-            "processes: use outer.transport=gloo, tls or hivemind, or --in-process"
+            f"outer.transport is {config.outer.transport!r}, which connects islands of one process only; simulate "
+            "starts real processes: use outer.transport=gloo, tls or hivemind, or --in-process"
         )
 
 
@@ -207,7 +208,7 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     """Start all processes, inject the faults and show the run until it is over. Returns whether an island finished."""
     faults = [parse_fault(spec) for spec in disturbances.faults]
     address = None
-    if config.outer.transport != "loopback":
+    if config.outer.network.leaves_process:
         assign_namespace(fleet, BOOTSTRAP)
         address = start_bootstrap(config, run_dir, fleet)
     if fleet.hidden:
@@ -256,7 +257,7 @@ def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> in
     It trains on the same tokens either way: fewer ranks make more micro-batches.
     """
     first, ranks = config.for_island(0), sum(config.for_island(index).ranks for index in range(len(config.islands)))
-    is_one_process = config.outer.transport == "loopback" and len(config.islands) > 1
+    is_one_process = not config.outer.network.leaves_process and len(config.islands) > 1
     return first.ranks if is_one_process or (shares.by_island[0] and ranks > num_gpus) else ranks
 
 

@@ -87,9 +87,10 @@ def explain_silence(error: OuterError) -> str:
 
 async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:
     """Return the route by which rank 0 at this address is reached from here."""
-    if run.outer.transport == "hivemind":
+    network = run.outer.network
+    if network.has_daemon:
         return "libp2p"
-    if run.outer.transport != "tls":
+    if not network.has_routes:
         return f"direct {address}"
     try:
         route, failed = await find_route(Dialer(parse_proxy(local.island.proxy)), parse_island_address(address))

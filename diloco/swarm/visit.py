@@ -14,6 +14,7 @@ from typing import Any
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
+from outer.config import NETWORKS, NetworkFacts
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import DeadlineError, InputError, first_line
@@ -47,6 +48,11 @@ class LocalIsland:
     @property
     def folder(self) -> Path:
         return self.island.runs
+
+    @property
+    def network(self) -> NetworkFacts:
+        """The facts of the network by which the island reaches the others."""
+        return NETWORKS[self.transport]
 
     @property
     def connect_seconds(self) -> float:

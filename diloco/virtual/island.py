@@ -1,9 +1,14 @@
-"""One life of a virtual island: enter the run -> (inner steps -> round) x rounds -> leave, as in diloco/island.py."""
+"""One life of a virtual island: enter the run -> (inner steps -> round) x rounds -> leave, as in diloco/island.py.
+
+Its rounds are those of real islands (`IslandRounds`); only inner steps are modelled: they take time on a virtual clock.
+"""
 
 import logging
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from diloco.island_rounds.of_all import IslandRounds
+from diloco.runtime.progress import Progress
 from diloco.virtual.event_loop import VirtualEventLoop
 from diloco.virtual.stand_in import StandIn, StandInParams
 from diloco.virtual.world import Machine
@@ -13,7 +18,7 @@ from outer.connect.settings import NetworkSettings
 from outer.hooks import NoHooks, Phase
 from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop
-from outer.report import CaughtUp, LoopSettings
+from outer.report import CaughtUp, Landing, LoopSettings
 from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 
@@ -91,6 +96,50 @@ class PhaseTimes(NoHooks):
         if phase == "vote" and self._host_seconds:
             self._loop.sleep(self._host_seconds)  # The reduce is done here, and this is the thread of the round.
 
+    def describe(self, number: int, progress: Progress, landing: Landing) -> LandedRound:
+        """Describe a round that has landed now. `progress`: the island's own in this round."""
+        times = self.times
+        return LandedRound(
+            number=number,
+            num_steps=progress.steps,
+            num_attempts=len(landing.reports),
+            ready_at=times[number, "plan"],
+            planned_at=times[number, "send"],
+            reduced_at=times[number, "vote"],
+            voted_at=times[number, "decide"],
+            committed_at=times[number, "apply"],
+            landed_at=self._loop.time(),
+            digest=landing.reports[-1].digest,
+        )
+
+
+class DiaryEvents:
+    """The RoundEvents of a virtual island: it notes its rounds in the diary, and has no state to save."""
+
+    def __init__(self, diary: Diary, outer: OuterLoop, phases: PhaseTimes) -> None:
+        self._diary, self._outer, self._phases = diary, outer, phases
+
+    def begins(self, inner_step: int) -> None:
+        self._diary.round = self._outer.round
+
+    def launches(self, progress: Progress) -> None:
+        pass
+
+    def waits(self) -> None:
+        pass
+
+    def landed(self, number: int, progress: Progress, landing: Landing) -> None:
+        self._diary.rounds.append(self._phases.describe(number, progress, landing))
+
+    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
+        self._diary.num_caught_up += 1
+
+    def may_save(self, *, is_asked: bool) -> None:
+        pass
+
+    def why_stop(self, num_rounds: int) -> str:
+        return ""
+
 
 class VirtualIsland:
     """One process of an island. It begins to live when it is built, on a machine of its own."""
@@ -106,8 +155,6 @@ class VirtualIsland:
         self._incarnation = sha256(f"{seat.name} {incarnation}".encode()).hexdigest()[:16]
         self._loop = VirtualEventLoop(machine)
         self._phases = PhaseTimes(self._loop, seat.host_seconds)
-        self._made = self._sent = 0
-        """Inner steps since the last launch, and in the round in flight."""
         self._loop.spawn(self._live, seat.name)
 
     @property
@@ -136,21 +183,23 @@ class VirtualIsland:
     def _train(self) -> None:
         self._loop.sleep(self._start_after)
         params = StandInParams(self.seat.stand_in.specs, self.seat.index)
-        outer, rounds = self._open(params), self.seat.stand_in.config.num_rounds
+        outer = self._open(params)
         outer.begin()
         self.diary.entered_at = self._loop.time()
-        while outer.position.round < rounds:
-            try:
-                if outer.round < rounds:
-                    self._inner_steps(outer, params)
-                    self._made, self._sent = 0, self._made
-                    outer.launch(self._sent * self.seat.tokens_per_step)
-                if outer.schedule.delay == 0 or outer.round == rounds:
-                    self._land(outer)
-            except CaughtUp as caught:
-                self.diary.num_caught_up += 1
-                self._made, self._sent = self._made + self._sent if caught.is_kept else 0, 0
+        rounds = IslandRounds(outer, self.seat.stand_in.config.num_rounds, DiaryEvents(self.diary, outer, self._phases))
+        rounds.proceed()
+        while not rounds.is_over:
+            self._inner_step(outer, params)
+            rounds.step(self.seat.tokens_per_step)
         outer.finish()
+
+    def _inner_step(self, outer: OuterLoop, params: StandInParams) -> None:
+        outer.cursor.next_unit()
+        seconds = self.seat.step_seconds * self.slowness
+        self._loop.sleep(seconds)
+        params.train()
+        outer.pace.observe_step(seconds)
+        self.diary.num_steps += 1
 
     def _open(self, params: StandInParams) -> OuterLoop:
         seat = self.seat
@@ -168,42 +217,3 @@ class VirtualIsland:
             now=self._loop.time,
         )
         return build_loop(seat.stand_in.config, identity, params, RankGroup(), network, self._loop, own)
-
-    def _inner_steps(self, outer: OuterLoop, params: StandInParams) -> None:
-        if outer.cursor.num_left == 0 and outer.in_flight is not None:
-            self._land(outer)  # Only a commit gives this island more data.
-        self.diary.round, made, last = outer.round, 0, outer.inner_steps()
-        while outer.cursor.num_left > 0:
-            outer.cursor.next_unit()
-            seconds = self.seat.step_seconds * self.slowness
-            self._loop.sleep(seconds)
-            params.train()
-            outer.pace.observe_step(seconds)
-            made, self._made = made + 1, self._made + 1
-            self.diary.num_steps += 1
-            is_over = made >= last or outer.interruption(last - made) or outer.cursor.num_left == 0
-            if outer.in_flight is not None and (is_over or made >= outer.schedule.delay):
-                self._land(outer)
-            if is_over:
-                return
-
-    def _land(self, outer: OuterLoop) -> None:
-        """Wait for the commit of the round in flight, and note its times. Raises CaughtUp."""
-        number = outer.in_flight
-        assert number is not None, "a round is in flight"
-        landing = outer.land()
-        times = self._phases.times
-        landed = LandedRound(
-            number=number,
-            num_steps=self._sent,
-            num_attempts=len(landing.reports),
-            ready_at=times[number, "plan"],
-            planned_at=times[number, "send"],
-            reduced_at=times[number, "vote"],
-            voted_at=times[number, "decide"],
-            committed_at=times[number, "apply"],
-            landed_at=self._loop.time(),
-            digest=landing.reports[-1].digest,
-        )
-        self.diary.rounds.append(landed)
-        self._sent = 0

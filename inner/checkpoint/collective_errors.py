@@ -1,4 +1,5 @@
-"""Runs a function on the ranks of a group so that it succeeds or raises the same error on all of them."""
+"""Run a function on the ranks of a group so that all of them succeed, or all raise the same
+error."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,10 +10,11 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and return all results in rank order. Every rank of the group must call it.
+    """Run `work` on every rank and return all results in rank order. Every rank of the group must
+    call it.
 
-    If it raises on some ranks, every rank raises the error of the lowest one. Results and errors are pickled, but
-    travel only between the ranks of one island.
+    If `work` raises on some ranks, every rank raises the error of the lowest of them. Results and
+    errors are pickled, but travel only between the ranks of one island.
     """
     mine: tuple[T | None, Exception | None]
     try:
@@ -29,6 +31,7 @@ def run_on_all_ranks(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]
 
 
 def run_on_first_rank(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 only and return its result, or raise its error, on every rank. Every rank must call it."""
+    """Run `work` on rank 0 only; return its result, or raise its error, on every rank. Every rank
+    must call it."""
     is_first = dist.get_rank(group) == 0
     return run_on_all_ranks(group, lambda: work() if is_first else None)[0]  # pyright: ignore[reportReturnType] - from rank 0

@@ -1,13 +1,15 @@
-"""Checkpoint folders on disk: naming, locking, publishing, pruning and finding. No tensors; used by one process.
+"""Checkpoint folders on disk: naming, locking, publishing, pruning and finding. No tensors; one
+process uses them.
 
-    step-00000120.partial/   being written; a killed save leaves one behind and the next save removes it
+    step-00000120.partial/   being written; if the save is killed it stays, and the next save removes it
     step-00000120/           published by one rename after all files are on the disk, the manifest last
     step-00000120-2/         step 120, saved a second time
     step-00000080.deleted/   being deleted
     step-00000120/rejected   no loss was finite after it: nobody resumes from it, and the next save deletes it
-    lock                     locked by the process that may save here; names that process
+    lock                     locked by the process that may save here, and contains the name of that process
 
-manifest.py says what the manifest holds. Every file that it names is checked against it before it is used.
+manifest.py describes the manifest. Every file that the manifest names is checked against it before
+use.
 """
 
 import hashlib
@@ -42,7 +44,7 @@ DELETED = ".deleted"
 REJECTED = "rejected"
 PUBLISHED_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 LEFTOVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
-# Per tensor: an allowance for headers, indexes and unfilled disk blocks.
+# Added for each tensor: headers, indexes and disk blocks that are not full.
 OVERHEAD_BYTES = 8192
 
 UNSIGNED = Unsigned()
@@ -67,7 +69,7 @@ class SavedCheckpoint:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether no loss was finite in the training that went on from it."""
+        """Whether no loss was finite in the training that continued from this checkpoint."""
         return (self.path / REJECTED).exists()
 
 
@@ -83,7 +85,9 @@ def lock_folder(folder: Path) -> TextIO:
         is_locked = try_process_lock(file)
     except OSError as error:
         is_locked = True
-        log.warning("%s: this file system has no locks (%s); see that no other run saves here", folder, error.strerror)
+        log.warning(
+            "%s: this file system has no locks (%s); make sure that no other run saves here", folder, error.strerror
+        )
     if not is_locked:
         file.seek(0)
         holder = file.read() or "unknown"
@@ -100,10 +104,11 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: int) -> Path:
-    """Create an empty folder to write a checkpoint into, and remove what killed saves left behind.
+    """Create an empty folder to write a checkpoint into, and remove the folders of saves that were
+    killed.
 
-    `num_bytes` is the size of all tensor values. Raises InputError if the disk does not have that much free: older
-    checkpoints are deleted only after this one is published.
+    `num_bytes` is the size of all tensor values. Raises InputError if the disk has less than that
+    free: older checkpoints are deleted only after this one is published.
     """
     with _input_errors(folder):
         for path in folder.iterdir():
@@ -136,7 +141,8 @@ def publish(partial: Path, manifest: Manifest, signer: Signer = UNSIGNED) -> Non
 
 
 def finish(partial: Path, manifest: bytes, name: str) -> None:
-    """Write the manifest into a partial folder, whose other files are on the disk, and give the folder its name."""
+    """Write the manifest into a partial folder whose other files are on the disk, and rename the
+    folder to `name`."""
     write_synced(partial / MANIFEST, manifest)
     _sync_folder(partial)
     partial.rename(partial.with_name(name))
@@ -144,14 +150,15 @@ def finish(partial: Path, manifest: bytes, name: str) -> None:
 
 
 def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
-    """Delete all checkpoints but the `keep` newest, and the rejected ones.
+    """Delete the rejected checkpoints, and all others except the newest `keep`.
 
-    Damaged and refused ones are not counted and not deleted.
+    Damaged and refused checkpoints are not counted and not deleted.
     """
     found = list_published(folder, signer)[0]
     kept = [checkpoint for checkpoint in found if not checkpoint.is_rejected][:keep]
     for checkpoint in [checkpoint for checkpoint in found if checkpoint not in kept]:
-        # Renamed first, so that a kill during the deletion leaves nothing that looks like a damaged checkpoint.
+        # Rename first: if the process is killed during the deletion, the rest must not look like a
+        # damaged checkpoint.
         doomed = checkpoint.path.with_name(checkpoint.path.name + DELETED)
         try:
             checkpoint.path.rename(doomed)
@@ -161,7 +168,8 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
 
 
 def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> list[str]:
-    """Reject the checkpoints of this inner step and later ones, and return their names, newest first."""
+    """Reject the checkpoints of `inner_step` and of later steps, and return their names, newest
+    first."""
     rejected = [each for each in list_published(folder, signer)[0] if each.inner_step >= inner_step]
     with _input_errors(folder):
         for checkpoint in rejected:
@@ -170,7 +178,8 @@ def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> li
 
 
 def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
-    """Checkpoints whose manifest and file sizes are right, newest first, and one message per damaged or refused one."""
+    """Return the checkpoints whose manifest and file sizes are right, newest first, and a message
+    for each damaged or refused checkpoint."""
     intact, problems = [], []
     with _input_errors(folder):
         paths = sorted(folder.iterdir())
@@ -184,12 +193,13 @@ def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedC
 
 
 def file_specs(path: Path, patterns: Iterable[str]) -> dict[str, FileSpec]:
-    """Current sizes and hashes of the files that match the patterns, by name."""
+    """Return the current sizes and hashes of the files that match the patterns, by file name."""
     return {file.name: _file_spec(file) for pattern in patterns for file in path.glob(pattern)}
 
 
 def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None:
-    """Message about the first of these files that cannot be read or differs from what was written, or None."""
+    """Return a message about the first of these files that cannot be read or has changed since it
+    was written, or None."""
     for name in names:
         try:
             is_same = _file_spec(checkpoint.path / name) == checkpoint.manifest.files[name]
@@ -201,7 +211,8 @@ def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None
 
 
 def free_space(folder: Path) -> str:
-    """Text with the free space of the disk. torch reports only "unexpected pos" when a tensor does not fit."""
+    """Return a text with the free space of the disk, because torch reports only "unexpected pos"
+    when a tensor does not fit."""
     try:
         return f"{shutil.disk_usage(folder).free} bytes are free"
     except OSError as error:
@@ -214,7 +225,8 @@ def _file_spec(file: Path) -> FileSpec:
 
 
 def read_part(path: Path, most_bytes: int) -> bytes:
-    """Read a file, or its first bytes if it has more than `most_bytes`. Raises InputError if it cannot be read."""
+    """Read a file, but no more than its first `most_bytes` bytes. Raises InputError if it cannot be
+    read."""
     try:
         with open_file(path) as file:
             return read_at_most(file, most_bytes)
@@ -223,7 +235,8 @@ def read_part(path: Path, most_bytes: int) -> bytes:
 
 
 def _read_and_check(path: Path, signer: Signer) -> Manifest:
-    """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
+    """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first
+    problem."""
     manifest = parse_manifest(read_part(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
     for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
@@ -234,7 +247,8 @@ def _read_and_check(path: Path, signer: Signer) -> Manifest:
 
 
 def free_name(folder: Path, inner_step: int) -> str:
-    """Name for a new checkpoint: step-00000120, or step-00000120-2 and so on if that exists."""
+    """Return the name for a new checkpoint: step-00000120, or step-00000120-2 and so on if that
+    name is taken."""
     name = f"step-{inner_step:08d}"
     number = 1
     while (folder / name).exists():

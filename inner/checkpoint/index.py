@@ -1,8 +1,9 @@
-"""The index of a checkpoint: shape and dtype of every tensor, and where in which file each chunk of it lies.
+"""The index of a checkpoint: the shape and dtype of every tensor, and the file and offset of each
+of its chunks.
 
-torch.distributed.checkpoint pickles its index into the file `.metadata`. Others may have written that file, so it is
-parsed without running it, and every value is checked against the files that the manifest names before any memory is
-allocated for a tensor.
+torch.distributed.checkpoint pickles its index into the file `.metadata`. Another program may have
+written that file, so it is parsed without running the pickle. Every value is checked against the
+files that the manifest names before any memory is allocated for a tensor.
 """
 
 import hashlib
@@ -36,24 +37,25 @@ KNOWN = {
             "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
         )
     ),
-    # The folder that the checkpoint was written to, which nothing here uses.
+    # The folder that the checkpoint was written to. Nothing here uses it.
     "pathlib.PosixPath", "pathlib._local.PosixPath",
 }  # fmt: skip
-"""All classes and functions that an index names."""
+"""All classes and functions that an index may name."""
 MAX_DIMS, MAX_SIZE = 8, 1 << 48
-# An index takes fewer bytes than the headers of the chunks that it lists, so longer ones are not honest.
+# Each chunk's header in the data files is larger than its entry in the index, so an index that is
+# longer than the files that it lists has been forged.
 MAX_EXTRA_BYTES = 1 << 16
 BYTES_PER_CHUNK = 8
-"""A chunk takes more bytes of an index than this."""
+"""Each chunk takes more bytes of an index than this number."""
 
 Shape = tuple[int, ...]
 ChunkKey = tuple[str, Shape]
-"""Name of a tensor, and the offsets of a chunk in it."""
+"""Name of a tensor, and the offsets at which a chunk begins in that tensor."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk lies."""
+    """The place of a chunk in a file."""
 
     file: str
     offset: int
@@ -63,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds."""
+    """The tensors of a checkpoint, and the places of their chunks."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[ChunkKey, Place]
@@ -80,7 +82,8 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
             f"{path}: {spec.size_bytes} bytes, more than the tensors that it lists; use another checkpoint"
         )
     raw = read_part(path, spec.size_bytes)
-    # Hashed here again: these bytes are parsed, and the file may have changed since it was checked.
+    # Hash the file again: these bytes are parsed, and the file may have changed since it was
+    # checked.
     if hashlib.sha256(raw).hexdigest() != spec.sha256:
         raise InputError(f"{path}: damaged: its bytes are not those that were written")
     try:
@@ -93,7 +96,8 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
 
 
 def parse_index(raw: bytes, manifest: Manifest) -> Index:
-    """Parse the content of `.metadata`. Raises PickleError if it is anything but tensors in the manifest's files."""
+    """Parse the content of `.metadata`. Raises PickleError if it describes anything except tensors
+    in the manifest's files."""
     metadata = _attributes(parse_pickle(raw, KNOWN), METADATA + "Metadata")
     places = dict(_places(_pairs(metadata.get("storage_data")), manifest))
     tensors: dict[str, TensorStorageMetadata] = {}
@@ -110,7 +114,8 @@ def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks
     if not isinstance(chunks, list) or len(chunks) > most_chunks:
         raise PickleError(f"{name!r} has no list of chunks, or one that is too long")
     found = [_chunk(each, shape) for each in chunks]
-    # Without the first test, one chunk that is listed many times could stand for a tensor of any size.
+    # Chunks without elements are not counted: one listed many times could otherwise stand for a
+    # tensor of any size.
     filled = [chunk for chunk in found if prod(chunk.sizes)]
     if len({chunk.offsets for chunk in filled}) != len(filled) or sum(prod(c.sizes) for c in filled) != prod(shape):
         raise PickleError(f"the chunks of {name!r} do not make up its shape {tuple(shape)}")
@@ -131,7 +136,8 @@ def _chunk(value: Any, shape: Shape) -> ChunkStorageMetadata:
 
 
 def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tuple[ChunkKey, Place]]:
-    """Where each chunk lies. Together the chunks of a file have no more bytes than the file."""
+    """Yield the place of each chunk. Raises PickleError if the chunks of a file have more bytes
+    than the file."""
     left = {name: spec.size_bytes for name, spec in manifest.files.items() if name != INDEX}
     for key, value in pairs:
         chunk, info = _attributes(key, METADATA + "MetadataIndex"), _attributes(value, FILESYSTEM + "_StorageInfo")
@@ -147,7 +153,8 @@ def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tu
 
 
 def _attributes(value: Any, kind: str) -> dict[str, Any]:
-    """The attributes of an object of the class `kind`."""
+    """Return the attributes of an object of the class `kind`. Raises PickleError if `value` is not
+    such an object."""
     if not isinstance(value, Call) or value.function != kind or value.args != ():
         raise PickleError(f"it holds {_describe(value)} where {kind} must stand")
     return {_text(name): attribute for name, attribute in _pairs(value.state)}
@@ -189,7 +196,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _describe(value: Any) -> str:
-    """What a value of a pickle is, in few words."""
+    """Return a short description of a value from a pickle, for error messages."""
     if isinstance(value, Call):
         return f"a call of {value.function[:100]}"
     if isinstance(value, Name):

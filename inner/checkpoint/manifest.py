@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: size and hash of each file, and what is saved beside the tensors, as JSON.
+"""The manifest of a checkpoint: the size and hash of each file, and the values that are saved
+beside the tensors, as JSON.
 
-A truncated or corrupted file is found by its hash before it is loaded. That protects against accidents. Against
-others who can write to the folder a `Signer` protects: it signs the manifest, and with it every file.
+The hashes reveal a truncated or corrupted file before it is loaded. They protect against accidents
+only. A `Signer` protects against other people who can write to the folder: it signs the manifest,
+and with it every file.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 FILE_NAME = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
-"""The names of all files of a checkpoint but the manifest."""
+"""The pattern of the names of all files of a checkpoint except the manifest."""
 MAX_MANIFEST_BYTES = 1 << 26
 MAX_FILES = 1 << 16
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -39,27 +41,28 @@ class Manifest:
 
     inner_step: Count
     facts: dict[str, Any]
-    """JSON values that the caller of save() gets back on loading."""
+    """JSON values that were passed to save() and that load() returns."""
     optimizers: dict[str, str]
     """Class of the optimizer that steps each parameter, by parameter name."""
     files: dict[str, FileSpec] = field(default_factory=dict)
     serial: Count = 0
-    """Counts the saves into the folder. The step would not do: a run may resume from an older checkpoint."""
+    """The number of this save among all saves into the folder. The step cannot order them: a run
+    may resume from an older checkpoint."""
 
 
 class Signer(Protocol):
-    """Signs manifests, and decides which ones are read.
+    """Signs manifests, and decides which manifests are read.
 
-    >>> Unsigned().check(Unsigned().sign(b"manifest"), "here")
-    b'manifest'
+    >>> Unsigned().check(Unsigned().sign(b"manifest"), "here") b'manifest'
     """
 
     def sign(self, manifest: bytes) -> bytes:
-        """The manifest with a signature, if this signer has a key."""
+        """Return the manifest with a signature if this signer has a key, otherwise unchanged."""
         ...
 
     def check(self, raw: bytes, where: str) -> bytes:
-        """The manifest without its signature. Raises InputError, naming `where`, if it is not to be read."""
+        """Return the manifest without its signature. Raises InputError, naming `where`, if the
+        manifest must not be read."""
         ...
 
 
@@ -67,17 +70,17 @@ class Unsigned:
     """Signs nothing and checks nothing."""
 
     def sign(self, manifest: bytes) -> bytes:
-        """The manifest as it is."""
+        """Return the manifest unchanged."""
         return manifest
 
     def check(self, raw: bytes, where: str) -> bytes:
-        """The manifest as it is."""
+        """Return the manifest unchanged."""
         return raw
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What every format has."""
+    """The fields that the manifests of all formats have."""
 
     format: int
 
@@ -86,7 +89,8 @@ _HEADER, _MANIFEST = TypeAdapter(_Header), TypeAdapter(Manifest)
 
 
 def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
-    """The bytes of a manifest file. The hash of the JSON is in the line before it, a signature before that."""
+    """Return the bytes of a manifest file: the signature, then a line with the hash of the JSON,
+    then the JSON."""
     values = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode()
     return signer.sign(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
@@ -121,7 +125,8 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
 
 
 def _check_items(values: dict[str, Any]) -> None:
-    """Raise ValueError at the first wrong item of what may have millions: pydantic keeps an error for each."""
+    """Raise ValueError at the first wrong item. pydantic is not used: there may be millions, and it
+    keeps an error for each."""
     optimizers, files = values.get("optimizers", {}), values.get("files", {})
     if isinstance(optimizers, dict) and not all(isinstance(each, str) for each in optimizers.values()):
         raise ValueError("optimizers: text expected for each name")

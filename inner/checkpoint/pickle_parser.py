@@ -1,8 +1,10 @@
-"""Parses a pickle into plain data without running it. Nothing here imports, calls or builds what the pickle names.
+"""Parse a pickle into plain data without running it. Nothing here imports, calls or builds what the
+pickle names.
 
-A pickle is a program for a stack machine, and Python's own machine calls any function that the program names. This
-one knows only the instructions that build data, and refuses names that the caller does not expect. A name becomes a
-`Name`, and a call becomes a `Call` that records what Python would have called. Memory is in proportion to the pickle.
+A pickle is a program for a stack machine, and Python's own unpickler calls any function that the
+program names. This parser knows only the instructions that build data, and refuses names that the
+caller does not expect. A name becomes a `Name`, and a call becomes a `Call` that records what
+Python would have called. Its memory use is proportional to the size of the pickle.
 """
 
 import pickletools
@@ -24,7 +26,8 @@ class Name:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of `function` with `args`, or an object of that class; `state` is what its attributes would be set to."""
+    """A call of `function` with `args`, which may build an object; `state` holds the attributes
+    that the object would get."""
 
     function: str
     args: tuple[Any, ...]
@@ -33,13 +36,13 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Pairs:
-    """A dict as its keys and values, in order. A key may occur twice."""
+    """The keys and values of a dict, in order. A key may occur twice."""
 
     items: list[tuple[Any, Any]]
 
 
 MARK = object()
-"""Lies on the stack where a sequence of items begins."""
+"""The mark on the stack before the first item of a sequence."""
 CONSTANTS = {
     "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": MARK, "EMPTY_TUPLE": ()
 }  # fmt: skip
@@ -48,9 +51,10 @@ VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICO
 
 
 def parse_pickle(raw: bytes, known: Collection[str]) -> Any:
-    """The data in a pickle: None, bool, int, str, list, tuple, and the classes above.
+    """Return the data in a pickle: None, bool, int, str, list, tuple, and the classes above.
 
-    Raises PickleError if the bytes are anything else, or name a class or function that is not `known`.
+    Raises PickleError if the bytes are anything else, or name a class or function that is not in
+    `known`.
     """
     stack: list[Any] = []
     memo: list[Any] = []
@@ -145,4 +149,4 @@ ACTIONS: dict[str, Callable[[list[Any]], None]] = {
     "NEWOBJ": _push_call,
     "BUILD": _set_state,
 }
-"""What the remaining instructions do to the stack."""
+"""The effect of each remaining instruction on the stack."""

@@ -1,7 +1,9 @@
-"""Checkpoints of an island's training state: saved in the background, published atomically, loadable on any mesh.
+"""Checkpoints of an island's training state: saved in the background, published atomically,
+loadable on any mesh.
 
-torch.distributed.checkpoint writes the tensors, each rank its own shards, under names that do not depend on the mesh.
-Others may have written a checkpoint: no pickle in it is run (index.py, tensor_reader.py), and manifests may be signed.
+torch.distributed.checkpoint writes the tensors, each rank its own shards, under names that do not
+depend on the mesh. A checkpoint may come from somebody else: no pickle in it is run (index.py,
+tensor_reader.py), and manifests may be signed.
 """
 
 import json
@@ -50,40 +52,46 @@ class TrainingState(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one island, in a folder that all its ranks share. Every rank must build one.
+    """The checkpoints of one island, in a folder that all its ranks share. Every rank must build
+    one object.
 
-    Every method is collective: all ranks call the methods in the same order, and a call returns or raises on all.
+    Every method is collective: all ranks call the methods in the same order, and a call returns or
+    raises on all ranks.
     """
 
     def __init__(self, folder: Path, keep: int, timeout_seconds: float = 1800.0, *, signer: Signer = UNSIGNED) -> None:
-        """Lock `folder` until close(), and keep the newest `keep` checkpoints. Raises InputError if it cannot.
+        """Lock `folder` until close(), and keep the newest `keep` checkpoints. Raises InputError if
+        the folder cannot be locked.
 
-        No rank waits longer than `timeout_seconds` for other ranks or for an earlier save. `signer` signs the manifests
-        and decides which checkpoints are read.
+        No rank waits longer than `timeout_seconds` for other ranks or for an earlier save. `signer`
+        signs the manifests and decides which checkpoints are read.
         """
         assert keep >= 1, f"keep {keep} would delete what was just saved"
         self._folder = folder
         self._keep = keep
         self._signer = signer
         self._timeout_seconds = timeout_seconds
-        # A group of its own, because the writing thread communicates while the training thread uses the other groups.
+        # A separate group, because the writing thread communicates while the training thread uses
+        # the other groups.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._writing: Future[None] | None = None
         self._lock: TextIO | None = None
         run_on_first_rank(group, self._lock_folder)
-        # Made now: at the time of a save there may be no memory for a new thread.
+        # Start the thread now: at the time of a save there may be no memory for a new thread.
         self._writer = Worker("checkpoint")
 
     def save(
         self, trainer: TrainingState, facts: dict[str, Any], extra: Tensors | None = None, *, wait: bool = False
     ) -> None:
-        """Copy the state to CPU memory and write the copy in the background. With `wait`, return once it is published.
+        """Copy the state to CPU memory and write the copy in the background. With `wait`, return
+        once it is published.
 
-        `facts` is JSON; those of rank 0 are kept. `extra` are plain tensors of this rank, under names that no other
-        rank and no parameter uses. Waits for an earlier save first. Raises CheckpointFailed if that one failed, and
-        InputError if this one cannot be started. Call wait() before the process ends.
+        `facts` are JSON values; only those of rank 0 are saved. `extra` are plain tensors of this
+        rank, under names that no other rank and no parameter uses. An earlier save is waited for
+        first. Raises CheckpointFailed if the earlier save failed, and InputError if this save
+        cannot be started. Call wait() before the process ends.
         """
         self.wait(self._timeout_seconds)
         live = state.live_tensors(trainer.stages, trainer.optimizers)
@@ -104,7 +112,8 @@ class Checkpoints:
             self.wait(self._timeout_seconds)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until no save is in progress. Raises TimeoutError, or CheckpointFailed once if the save failed."""
+        """Wait until no save is in progress. Raises TimeoutError, or CheckpointFailed if the save
+        failed, once per failure."""
         if self._writing is None:
             return
         finished, _ = wait([self._writing], timeout_seconds)
@@ -119,9 +128,11 @@ class Checkpoints:
         self._writing.add_done_callback(lambda done: None if done.exception() else callback())
 
     def newest(self) -> SavedCheckpoint | None:
-        """Return the last saved checkpoint with no damaged file, or None if the folder has no checkpoints.
+        """Return the last saved checkpoint without a damaged file, or None if the folder has no
+        checkpoints.
 
-        Damaged and rejected checkpoints are skipped with a warning. Raises InputError if no other is left.
+        Damaged and rejected checkpoints are skipped with a warning. Raises InputError if all
+        checkpoints are skipped.
         """
         intact, problems = self._list_published()
         for problem in problems:
@@ -140,12 +151,13 @@ class Checkpoints:
         return None
 
     def find_steps(self) -> set[int]:
-        """Return the inner steps of which there is a checkpoint with no damaged file."""
+        """Return the inner steps that have a checkpoint without a damaged file."""
         intact, _ = self._list_published()
         return {checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None}
 
     def at(self, inner_step: int) -> SavedCheckpoint:
-        """Return the last saved checkpoint of a step. Raises InputError if it is absent or damaged."""
+        """Return the last saved checkpoint of a step. Raises InputError if there is none or it is
+        damaged."""
         intact, problems = self._list_published()
         there = [checkpoint for checkpoint in intact if checkpoint.inner_step == inner_step]
         if not there:
@@ -160,14 +172,17 @@ class Checkpoints:
     def load(
         self, trainer: TrainingState, checkpoint: SavedCheckpoint, allocate_extra: AllocateExtra = lambda names: {}
     ) -> dict[str, Any]:
-        """Load parameters, optimizer states and inner step into the trainer, on any mesh, and return the saved facts.
+        """Load parameters, optimizer states and inner step into the trainer, on any mesh, and
+        return the saved facts.
 
-        `checkpoint` comes from newest() or at(), which checked its files. `allocate_extra` gets the names of all saved
-        tensors and returns tensors for those of save()'s `extra` that this rank loads. Raises InputError, with nothing
-        changed, if the checkpoint is of another model or optimizer, or its index is refused; also for a refused tensor.
+        `checkpoint` comes from newest() or at(), which checked its files. `allocate_extra` gets the
+        names of all saved tensors and returns memory for the `extra` tensors that this rank loads.
+        Raises InputError, with nothing changed, if the checkpoint belongs to another model or
+        optimizer or its index is refused. Also raises InputError for a refused tensor; the trainer
+        may then be changed in part.
         """
         self.wait(self._timeout_seconds)
-        # Read by one rank, so that all have the same.
+        # One rank reads the index, so that all ranks have the same.
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
         self._check_fit(trainer, checkpoint, index.tensors)
         state.make_states(trainer.stages, trainer.optimizers, index.tensors)
@@ -181,10 +196,9 @@ class Checkpoints:
         return checkpoint.facts
 
     def load_extra(self, checkpoint: SavedCheckpoint, allocate: AllocateExtra) -> Tensors:
-        """Load nothing but those of save()'s `extra` tensors that `allocate` returns for the names of all saved ones.
-
-        Returns them. Raises InputError for a refused index or tensor.
-        """
+        """Load only saved `extra` tensors, and return them. `allocate` gets the names of all saved
+        tensors and returns memory for the tensors to load. Raises InputError for a refused index or
+        tensor."""
         self.wait(self._timeout_seconds)
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
         tensors = dict(allocate(index.tensors.keys()))
@@ -192,12 +206,14 @@ class Checkpoints:
         return tensors
 
     def reject_since(self, inner_step: int) -> list[str]:
-        """Let nobody resume from the checkpoints of this inner step or later ones. Returns their names."""
+        """Reject the checkpoints of this inner step and of later ones, so that nobody resumes from
+        them. Returns their names."""
         self.wait(self._timeout_seconds)
         return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
 
     def run_on_first_rank(self, work: Callable[[], None]) -> None:
-        """Run `work` on rank 0, which holds the folder's lock. If it raises, every rank raises the same error."""
+        """Run `work` on rank 0, which holds the folder's lock. If `work` raises, every rank raises
+        the same error."""
         run_on_first_rank(self._group, work)
 
     def close(self) -> None:
@@ -214,7 +230,8 @@ class Checkpoints:
         self._lock = disk.lock_folder(self._folder)
 
     def _write(self, copies: dict[str, Tensor], partial: Path, manifest: Manifest) -> None:
-        """Write and publish a save, in the background and on all ranks. Raises CheckpointFailed."""
+        """Write and publish a checkpoint, in the background and on all ranks. Raises
+        CheckpointFailed."""
         mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
             dcp.save(
@@ -226,7 +243,8 @@ class Checkpoints:
             files = _merge(run_on_all_ranks(self._group, lambda: disk.file_specs(partial, mine)))
             run_on_first_rank(self._group, lambda: disk.publish(partial, replace(manifest, files=files), self._signer))
             run_on_first_rank(self._group, lambda: disk.prune(self._folder, self._keep, self._signer))
-        # CheckpointException is not an Exception. Every error is kept for wait(), which raises it to the caller.
+        # CheckpointException is not an Exception. Keep every error for wait(), which raises it in
+        # the caller's thread.
         except (CheckpointException, Exception) as error:
             raise CheckpointFailed(
                 f"{self._folder}: step {manifest.inner_step} was not saved: {describe(error)}; "
@@ -238,12 +256,14 @@ class Checkpoints:
         return run_on_first_rank(self._group, lambda: disk.list_published(self._folder, self._signer))
 
     def _find_damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Message about a damaged file of the checkpoint, or None. Each file is hashed by one rank."""
+        """Return a message about a damaged file of the checkpoint, or None. Each file is hashed by
+        one rank."""
         mine = sorted(checkpoint.manifest.files)[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
         return next(filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))), None)
 
     def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Message about a checkpoint that was rejected, or None. The first rank looks, so that all find the same."""
+        """Return a message if the checkpoint was rejected, else None. The first rank looks, so that
+        all ranks agree."""
         is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
         return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 
@@ -253,10 +273,10 @@ class Checkpoints:
         names = run_on_all_ranks(self._group, lambda: [name for name, _ in state.named_params(stages)])
         extra = sorted(state.saved_params(saved).difference(*names))
         problems = run_on_all_ranks(self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds))
-        problems += [f"the checkpoint has the parameter {name}, the model has not" for name in extra]
+        problems += [f"the checkpoint has the parameter {name}, the model does not" for name in extra]
         if problem := next(filter(None, problems), None):
             raise InputError(
-                f"{checkpoint.path}: {problem}; load it with the model and optimizer it was saved with, or start "
+                f"{checkpoint.path}: {problem}; load it with the model and optimizer that it was saved with, or start "
                 "another run in another folder"
             )
 
@@ -270,8 +290,9 @@ class Checkpoints:
 
 
 def _on_device(work: Callable[[], None], device: torch.device) -> None:
-    """Do `work` with `device` as the current device of this thread."""
-    # That of a new thread is GPU 0, on which torch's writer would open a context for every rank.
+    """Run `work` with `device` as this thread's current device."""
+    # A new thread's current device is GPU 0, and there torch's writer would open a context for
+    # every rank.
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     work()

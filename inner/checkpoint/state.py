@@ -27,7 +27,8 @@ Saved = Mapping[str, TensorStorageMetadata]
 
 
 def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tensor]]:
-    """This rank's tensors by name, detached but sharing memory. A tied weight has several copies under one name."""
+    """Return this rank's tensors by name, detached but sharing memory. A tied weight has several
+    copies under one name."""
     named: dict[str, list[Tensor]] = defaultdict(list)
     for name, param in named_params(stages):
         named[PARAMS + name].append(param.detach())
@@ -39,25 +40,27 @@ def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tenso
 
 
 def num_bytes(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
-    """Size in bytes of each full tensor, of which this rank may hold only a shard."""
+    """Return the size in bytes of each full tensor, of which this rank may hold only a shard."""
     return {name: copies[0].numel() * copies[0].element_size() for name, copies in tensors.items()}
 
 
 def optimizer_names(stages: Stages, optimizers: Optimizers) -> dict[str, str]:
-    """Class of the optimizer that steps each parameter, by parameter name."""
+    """Return the class of the optimizer that steps each parameter, by parameter name."""
     return {name: optimizer_kind(optimizer) for name, _, optimizer, _ in _stepped(stages, optimizers)}
 
 
 def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
-    """Give every optimizer exactly the states that are saved, as zeros to load into.
+    """Give every optimizer exactly the states that are saved, filled with zeros, so that they can
+    be loaded into.
 
-    An optimizer creates its states in its first step, but a step would change parameters (weight decay) and may be
-    collective (Muon). They are therefore created here as the optimizer would: shaped like the parameter, whole vectors
-    with a number for each row (NorMuon), or 0-d.
+    An optimizer creates its states in its first step, but a step would change parameters (weight
+    decay) and may be collective (Muon). The states are therefore created here as the optimizer
+    would create them: in the shape of the parameter, as a whole vector with a number for each row
+    (NorMuon), or 0-d.
     """
     keys = _saved_keys(saved)
     for name, param, optimizer, group in _stepped(stages, optimizers):
-        # Existing states stay the same objects, because others may hold references to them.
+        # Existing states stay the same objects, because other code may hold references to them.
         states = optimizer.state.pop(param, {})
         for key in states.keys() - set(keys[name]):
             del states[key]
@@ -68,11 +71,12 @@ def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
 
 
 def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_kinds: Mapping[str, str]) -> str | None:
-    """Message about the first parameter for which the checkpoint cannot be loaded into these stages, or None."""
+    """Return a message about the first parameter that cannot be loaded from the checkpoint into
+    these stages, or None."""
     for name, param in named_params(stages):
         stored = saved.get(PARAMS + name)
         if stored is None:
-            return f"the model has the parameter {name}, the checkpoint has not"
+            return f"the model has the parameter {name}, the checkpoint does not"
         if stored.size != param.shape or stored.properties.dtype != param.dtype:
             return (
                 f"{name} is {tuple(param.shape)} {param.dtype} in the model, {tuple(stored.size)} "
@@ -82,20 +86,20 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
             if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (param.shape, param.shape[:1], ()):
-                return f"{name} is {tuple(param.shape)}, its {key} in the checkpoint {tuple(size)}"
+                return f"{name} is {tuple(param.shape)}, but its {key} in the checkpoint is {tuple(size)}"
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
-            return f"{name} is stepped by {optimizer} here, by {saved_kinds.get(name, 'none')} in the checkpoint"
+            return f"{name} is stepped by {optimizer} here, but by {saved_kinds.get(name, 'none')} in the checkpoint"
     return None
 
 
 def saved_params(saved: Saved) -> set[str]:
-    """Names of all parameters of the saved model."""
+    """Return the names of all parameters of the saved model."""
     return {name.removeprefix(PARAMS) for name in saved if name.startswith(PARAMS)}
 
 
 def _saved_keys(saved: Saved) -> dict[str, list[str]]:
-    """The saved optimizer states of each parameter."""
+    """Return the names of each parameter's saved optimizer states."""
     keys: dict[str, list[str]] = defaultdict(list)
     for full in saved:
         if full.startswith(OPTIMIZER):
@@ -105,23 +109,25 @@ def _saved_keys(saved: Saved) -> dict[str, list[str]]:
 
 
 def named_params(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters. A tied weight occurs more than once."""
+    """Yield this rank's parameters with their names. A tied weight occurs more than once."""
     for stage in stages:
         yield from stage.named_parameters()
 
 
 def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
-    """(name, parameter, optimizer, param group) of each parameter that an optimizer steps."""
+    """Yield (name, parameter, optimizer, param group) for each parameter that an optimizer
+    steps."""
     names = {param: name for name, param in named_params(stages)}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                assert param in names, f"{type(optimizer).__name__} steps per parameter that is in no stage"
+                assert param in names, f"{type(optimizer).__name__} steps a parameter that is in no stage"
                 yield names[param], param, optimizer, group
 
 
 def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorageMetadata) -> Tensor:
-    """Allocate one state. 0-d states (step counts) are on the CPU unless the optimizer's kernel reads them."""
+    """Allocate one state. 0-d states (step counts) are on the CPU, unless the optimizer's kernel
+    reads them on the device."""
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)

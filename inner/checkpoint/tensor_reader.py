@@ -1,8 +1,10 @@
-"""Reads the tensors of a checkpoint into memory that the caller has allocated, each rank its own shards.
+"""Read the tensors of a checkpoint into memory that the caller has allocated, each rank its own
+shards.
 
-torch.distributed.checkpoint plans which rank reads what. Its own reader runs the pickles that it finds; this one takes
-the checked index, and reads each chunk with `torch.load(weights_only=True)`, which builds tensors and calls nothing
-else. Before that it is checked that the chunk is stored uncompressed, so it can ask for no more memory than its bytes.
+torch.distributed.checkpoint plans which rank reads which chunks. Its own reader runs the pickles in
+the files. The reader here takes the checked index, and reads each chunk with
+`torch.load(weights_only=True)`, which builds tensors and calls nothing else. It first checks that
+the chunk is stored uncompressed, so a chunk cannot take more memory than its bytes in the file.
 """
 
 import io
@@ -32,9 +34,11 @@ class CheckpointFailed(RuntimeError):
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, index: Index, group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors` from the checkpoint at `path`. Every rank of the group must call it; None is a single process.
+    """Fill `tensors` from the checkpoint at `path`. Every rank of the group must call it; None is a
+    single process.
 
-    Raises InputError if the files hold something else than the index says, CheckpointFailed if they cannot be read.
+    Raises InputError if the files hold something other than the index says, CheckpointFailed if
+    they cannot be read.
     """
     try:
         with warnings.catch_warnings():
@@ -54,7 +58,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, index: Index, group: di
 
 
 def describe(error: BaseException) -> str:
-    """One line with the error and the rank that raised it."""
+    """Return one line with the error and the rank that raised it."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {first!r}"
@@ -62,31 +66,32 @@ def describe(error: BaseException) -> str:
 
 
 class TensorReader(StorageReader):
-    """What torch.distributed.checkpoint reads a checkpoint through."""
+    """The reader that torch.distributed.checkpoint calls to load a checkpoint."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self._path, self._index = path, index
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """There is nothing to reset."""
+        """Do nothing: this reader has no state to reset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The shapes in the index."""
+        """Return the shapes in the index."""
         return Metadata(dict(self._index.tensors))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up."""
+        """Do nothing: this reader needs no preparation."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that the plan asks of this rank. Raises InputError if a chunk is not what the index says."""
+        """Read all chunks that the plan assigns to this rank. Raises InputError if a chunk is not
+        what the index says."""
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR, "the index holds tensors only"
             name, offsets = item.storage_index.fqn, item.storage_index.offset
@@ -103,7 +108,8 @@ class TensorReader(StorageReader):
     def _read_chunk(self, name: str, offsets: tuple[int, ...]) -> Tensor:
         saved, place = self._index.tensors[name], self._index.places[name, offsets]
         path = self._path / place.file
-        # Of several chunks at one place at most one is not empty, and only that one is read.
+        # Several chunks may begin at the same offsets, but at most one of them has elements, and
+        # only that one is read.
         shape = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == offsets and 0 not in chunk.sizes)
         try:
             with open_file(path) as file:
@@ -112,26 +118,28 @@ class TensorReader(StorageReader):
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types for what is no saved tensor
-            # The text of torch's error recommends to run the code in the file.
+            # Leave out the text of torch's error: it recommends running the code in the file.
             cause = str(error) if type(error) is ValueError else type(error).__name__
             raise InputError(
                 f"{path}: refused: the bytes of {name} are not a saved tensor ({cause}), and nothing in them was run; "
                 "use a checkpoint from a source that you trust"
             ) from None
         if chunk.shape != shape or chunk.dtype != saved.properties.dtype or chunk.layout != torch.strided:
-            raise InputError(f"{path}: refused: {name} has another shape or dtype than the index says")
+            raise InputError(f"{path}: refused: {name} has a shape or dtype other than the index says")
         return chunk
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Any folder may hold a checkpoint."""
+        """Return True: any folder may hold a checkpoint."""
         return True
 
 
 def load_chunk(saved: bytes) -> Tensor:
-    """Load the tensor that torch.save wrote. Raises ValueError, or an error of torch or zipfile, if it is none.
+    """Load a tensor from the bytes that torch.save wrote. Raises ValueError, or an error of torch
+    or zipfile, for others.
 
-    It allocates no more than `saved` has: what it reads is stored, not compressed.
+    It allocates no more memory than the length of `saved`, because it accepts only uncompressed
+    data.
     """
     stream = io.BytesIO(saved)
     with zipfile.ZipFile(stream) as archive:

@@ -1,4 +1,5 @@
-"""Config of one island: model, data, optimizer and parallelism. No torch, so that config errors appear fast."""
+"""Config of one island: model, data, optimizer and parallelism. It does not import torch, so config
+errors appear fast."""
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling

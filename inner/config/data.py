@@ -1,4 +1,4 @@
-"""Config of the text: what is trained on, and what is held out."""
+"""Config of the text: which text is trained on, and which part of it is held out."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,39 +15,43 @@ class SourceConfig(Section):
     """One source of text."""
 
     source: Annotated[str, one_of(SOURCES, "my_package.sources:Papers")] = "python-stdlib"
-    """Where the text comes from: `python-stdlib` (Python's own source text, for tests), `files`, `tokens`, `shards`
-    (what `diloco prepare --into` has written), `huggingface`, or an own source by its import path:
-    inner/data/sources/own_source.py."""
+    """Where the text comes from: `python-stdlib` (Python's own source text, for tests), `files`,
+    `tokens`, `shards` (text that `diloco prepare --into` has written), `huggingface`, or an own
+    source by its import path, see inner/data/sources/own_source.py."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own source."""
     paths: list[str] = Field(default_factory=list)
-    """For `files`: text, .jsonl, .parquet or .tar files, folders, or glob patterns. For `tokens`: token files
-    of Megatron, datatrove or OLMo. For `shards`: one folder or URL that fsspec supports (s3://bucket/text). An own
-    source gets them as they are."""
+    """For `files`: text, .jsonl, .parquet or .tar files, folders, or glob patterns. For `tokens`:
+    token files of Megatron, datatrove or OLMo. For `shards`: one folder or URL that fsspec supports
+    (s3://bucket/text). An own source gets the paths unchanged."""
     dataset: str | None = None
     """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
     dataset_config: str | None = None
-    """For `huggingface`: the configuration of the dataset, for example `en`. null: its only one."""
+    """For `huggingface`: the configuration of the dataset, for example `en`. null: the dataset has
+    only one."""
     split: str = "train"
     """For `huggingface`: the split that is read."""
     text_field: str = "text"
-    """Name of the field of a row that holds the text, or the messages of a conversation."""
+    """Name of the field of a row that holds the text or the messages of a conversation."""
     format: Literal["text", "chat"] = "text"
-    """What a row of .jsonl, .parquet, .tar or a dataset holds: text, or a conversation (`chat`) in the field `messages`
-    if `text_field` names no other, with the loss on the assistant's words only."""
+    """Content of a row of a .jsonl, .parquet or .tar file or of a dataset. `text`: plain text.
+    `chat`: a conversation, in the field `messages` unless `text_field` names another; the loss
+    counts only the assistant's words."""
     chat_template: Literal["chatml", "llama3"] = "chatml"
-    """What stands around the messages of a conversation."""
+    """The template that puts role markers around the messages of a conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Number of training tokens to read at most. null: all of the text."""
+    """Largest number of training tokens that are read. null: all of the text."""
 
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> Self:
         if self.options and not is_import_path(self.source):
-            raise ValueError(f"options are those of an own source, and source is {self.source}; leave options out")
+            raise ValueError(f"options are for an own source only, and source is {self.source}; leave options out")
         if self.source == "shards" and self.max_tokens is not None:
-            raise ValueError("max_tokens is set when text is prepared, and shards are prepared; leave it out here")
+            raise ValueError(
+                "max_tokens applies when text is prepared, and shards are already prepared; leave it out here"
+            )
         if self.format == "chat" and self.source not in ("files", "huggingface"):
-            raise ValueError(f"format chat needs rows of the source files or huggingface, and source is {self.source}")
+            raise ValueError(f"format chat needs the rows of source files or huggingface, and source is {self.source}")
         return self
 
 
@@ -59,10 +63,11 @@ class MixtureEntry(SourceConfig):
     weight: float = Field(gt=0, allow_inf_nan=False)
     """Relative share of the sequences that are read; the weights need not sum to 1."""
     only: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")], ...] = ()
-    """Names of the islands that read the source, and that alone have it. Empty: all of them."""
+    """Names of the islands that read this source; no other island needs to have it. Empty: all
+    islands read it."""
 
     def is_read_by(self, island: str) -> bool:
-        """Whether the island of this name may read the source."""
+        """Return whether the island of this name may read the source."""
         return not self.only or island in self.only
 
 
@@ -72,20 +77,22 @@ class DataConfig(SourceConfig):
     mixture: tuple[MixtureEntry, ...] = ()
     """Several sources, mixed by weight. Empty: the single source given by `source` and the keys next to it."""
     tokenizer: str = "bytes"
-    """How text becomes tokens: `bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face
-    hub."""
+    """How text becomes tokens: `bytes`, the path of a tokenizer.json, or the name of a tokenizer on
+    the Hugging Face hub."""
     eos: str | None = None
-    """Name of the token that ends a document. null: the eos_token of the tokenizer_config.json beside the
-    tokenizer.json; without one, the first of </s>, <|endoftext|>, <|end_of_text|>, <eos> that the tokenizer has."""
+    """Name of the token that ends a document. null: the eos_token of the tokenizer_config.json
+    beside the tokenizer.json; without such a file, the first of </s>, <|endoftext|>,
+    <|end_of_text|>, <eos> that the tokenizer has."""
     bos: str | None = None
     """Name of a token that is put before each document. null: none."""
     seq_len: int = Field(default=256, ge=8)
-    """Tokens of a sequence."""
+    """Number of tokens in a sequence."""
     order: Literal["global", "shards"] = "global"
-    """`global` shuffles all sequences of the text, which is tokenised first. `shards` shuffles within each shard, in
-    the order of the text, so that training begins with the first shard while others are tokenised."""
+    """`global` tokenises the whole text first and shuffles all its sequences. `shards` keeps the
+    shards in the order of the text and shuffles within each, so that training on the first shard
+    begins while later shards are still being tokenised."""
     shard_tokens: int = Field(default=1 << 22, ge=64)
-    """Tokens of a shard where `order` is shards; a multiple of seq_len."""
+    """Number of tokens in a shard if `order` is shards; a multiple of seq_len."""
     document_mask: bool = False
     """Whether attention stays within its document when a sequence holds several documents."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
@@ -117,29 +124,30 @@ class DataConfig(SourceConfig):
         for entry in self.mixture:
             if entry.only and (self.order == "shards" or entry.source == "shards"):
                 raise ValueError(
-                    f"mixture: {entry.name!r} has `only`, and text in shards may be read from a store by all; leave "
+                    f"mixture: {entry.name!r} has `only`, but all islands can read shards from a store; leave "
                     "`only` out, or set order to global and another source"
                 )
         return self
 
     def of_island(self, island: str) -> "DataConfig":
-        """The data that the island of this name reads. Raises ValueError if there is none for it."""
+        """Return the data that the island of this name reads. Raises ValueError if no source is
+        left for it."""
         here = tuple(entry for entry in self.mixture if entry.is_read_by(island))
         if self.mixture and not here:
             raise ValueError(
-                f"data.mixture: no source is for the island {island!r}, as `only` names others in each; add it to one, "
-                "or add a source that all islands read"
+                f"data.mixture: island {island!r} has no source, because `only` of each names other islands; "
+                "add it to one, or add a source that all islands read"
             )
         return self.model_copy(update={"mixture": here})
 
     @property
     def tokenizer_choice(self) -> tuple[str, str | None, str | None]:
-        """The tokenizer and the names of its eos and bos, which `build_tokenizer` takes."""
+        """The tokenizer and the names of its eos and bos, as arguments of `build_tokenizer`."""
         return self.tokenizer, self.eos, self.bos
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The islands that have sources which not all islands read."""
+        """The islands that have a source of their own, which not all islands read."""
         return tuple(sorted({name for entry in self.mixture for name in entry.only}))
 
     @property
@@ -154,20 +162,21 @@ class ShardsConfig(Section):
     """How an island reads text shard by shard (`data.order: shards`, `data.source: shards`)."""
 
     cache_gb: float | None = Field(default=None, gt=0)
-    """Limit of all shards in island.cache_dir, in GB; those that were not read for the longest time make room. null:
-    none."""
+    """Limit of all shards in island.cache_dir, in GB. When it is reached, the shards that were read
+    least recently are deleted. null: no limit."""
     ahead: int = Field(default=2, ge=1, le=1000)
-    """Shards that are fetched or tokenised before training comes to them."""
+    """Number of shards that are fetched or tokenised ahead of training."""
     processes: int = Field(default=1, ge=1, le=1024)
-    """Processes that tokenise during training; they do not change the result."""
+    """Number of processes that tokenise during training. It does not change the result."""
     store_seconds: float = Field(default=240.0, gt=0)
-    """For how long the store of `data.source: shards` may be silent before the island ends. It waits as long."""
+    """Seconds without an answer from the store of `data.source: shards` after which the island
+    ends. Until then it waits and tries again."""
 
 
 class EvaluateConfig(Section):
-    """Held-out loss on the global params."""
+    """Evaluation of the held-out loss on the global params."""
 
     every_rounds: int = Field(default=1, ge=1)
-    """Averagings of every parameter between evaluations."""
+    """Number of averagings of every parameter between two evaluations."""
     tokens: int = Field(default=65536, ge=1)
-    """Held-out tokens of an evaluation, if there are as many."""
+    """Number of held-out tokens in an evaluation, or all held-out tokens if there are fewer."""

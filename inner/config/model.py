@@ -13,32 +13,40 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (("original_max_position_embeddings",), ("attention_factor", "beta_fast", "beta_slow")),
 }
-"""Keys beside `rope_type` and `factor` that each type of RoPE scaling needs, and those that it also knows."""
+"""For each type of RoPE scaling: the keys that it needs beside `rope_type` and `factor`, and the
+keys that it also accepts."""
 
 
 class RopeScaling(Section):
-    """How RoPE is scaled for sequences longer than in pre-training, in transformers' words. See inner/model/rope.py."""
+    """How RoPE is scaled for sequences longer than in pre-training, with the names that
+    transformers uses. See inner/model/rope.py."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn"]
     """The rule by which positions are scaled."""
     factor: float = Field(ge=1)
-    """How many times longer sequences may be than in pre-training."""
+    """Ratio of the longest possible sequence to the sequences in pre-training."""
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
     """Length of the sequences in pre-training."""
     low_freq_factor: float | None = Field(default=None, gt=0)
-    """For llama3: frequencies that turn fewer times within the original length are scaled by the whole factor."""
+    """For llama3: a frequency with fewer turns than this within the original length is divided by
+    the whole factor."""
     high_freq_factor: float | None = Field(default=None, gt=0)
-    """For llama3: frequencies that turn more often within the original length stay as they are."""
+    """For llama3: a frequency with more turns than this within the original length is not
+    changed."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """For yarn: what cosines and sines are multiplied by. null: 0.1 ln(factor) + 1."""
+    """For yarn: the factor by which cosines and sines are multiplied. null: 0.1 ln(factor) + 1."""
     beta_fast: float | None = Field(default=None, gt=0)
-    """For yarn: turns within the original length from which a frequency stays as it is. null: 32."""
+    """For yarn: a frequency with at least this many turns within the original length is not
+    changed. null: 32."""
     beta_slow: float | None = Field(default=None, gt=0)
-    """For yarn: turns within the original length below which a frequency is scaled by the whole factor. null: 1."""
+    """For yarn: a frequency with fewer turns than this within the original length is divided by the
+    whole factor. null: 1."""
 
     @property
     def original_length(self) -> int:
-        assert self.original_max_position_embeddings is not None, f"{self.rope_type} has no original length"
+        assert self.original_max_position_embeddings is not None, (
+            f"{self.rope_type} needs original_max_position_embeddings"
+        )
         return self.original_max_position_embeddings
 
     @model_validator(mode="after")
@@ -55,17 +63,19 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder. `preset` gives the sizes, and every size that is also set replaces the preset's."""
+    """A Llama-style decoder. `preset` gives all sizes; a size that is set beside it replaces the
+    preset's."""
 
     name: Annotated[str, one_of((), "my_package.models:GatedConv")] | None = None
-    """An own model instead, by its import path: inner/parallel/own_model.py. It has vocab_size, and no other setting of
-    this section."""
+    """Import path of an own model, which replaces the decoder: inner/parallel/own_model.py. Of this
+    section, only vocab_size and options may be set beside it."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own model."""
     init_from: str | None = None
     """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json gives the sizes."""
     init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of its *.safetensors, concatenated in the order of their names. null: filled in when the run starts."""
+    """SHA-256 of the *.safetensors files of init_from, concatenated in the order of their names.
+    null: filled in when the run starts."""
     preset: str | None = None
     """Sizes by name: 1m, 4m, 15m, 60m, 150m, 400m, or Llama 3's 1b, 3b, 8b, 70b, 405b."""
     dim: int | None = Field(default=None, ge=8)
@@ -75,17 +85,18 @@ class ModelConfig(Section):
     num_heads: int | None = Field(default=None, ge=1)
     """Number of query heads of a block."""
     num_kv_heads: int | None = Field(default=None, ge=1)
-    """Number of key and value heads of a block; num_heads must be a multiple."""
+    """Number of key and value heads of a block. It must divide num_heads."""
     head_dim: int | None = Field(default=None, ge=2)
     """Size of a head. null: dim / num_heads."""
     ffn_dim: int | None = Field(default=None, ge=8)
-    """Width inside the SwiGLU feed-forward of a block."""
+    """Width of the hidden layer in the SwiGLU feed-forward of a block."""
     vocab_size: int | None = Field(default=None, ge=2)
-    """Rows of the embedding, at least as many as the tokenizer has tokens. null: as many."""
+    """Number of rows of the embedding, at least the number of tokens of the tokenizer. null: that
+    number."""
     rope_theta: float | None = Field(default=None, gt=0)
     """Base of the wavelengths of RoPE. null: the preset's value, or 10000 without a preset."""
     rope_scaling: RopeScaling | None = None
-    """How RoPE is scaled for long sequences. null: not."""
+    """How RoPE is scaled for long sequences. null: RoPE is not scaled."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the mean square inside every RMSNorm."""
     qk_norm: bool = False
@@ -98,10 +109,11 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _an_own_model_has_its_own_settings(self) -> Self:
         if self.options and self.name is None:
-            raise ValueError("options are those of an own model, and there is no name; leave options out")
+            raise ValueError("options are for an own model only, and no name is given; leave options out")
         given = sorted(self.model_dump(exclude_defaults=True).keys() - {"name", "options", "vocab_size"})
         if self.name is not None and given:
             raise ValueError(
-                f"{', '.join(given)}: of ours, and name is {self.name}; leave it out or put it into options"
+                f"{', '.join(given)}: for the built-in model only, and name is {self.name}; leave it out or "
+                "put it into options"
             )
         return self

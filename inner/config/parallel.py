@@ -1,4 +1,4 @@
-"""Config of an island's mesh and of how it is used."""
+"""Config of an island's mesh, and of how each axis of the mesh is used."""
 
 from typing import Literal
 
@@ -8,19 +8,21 @@ from inner.config.section import Section
 
 
 class MeshConfig(Section):
-    """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes the remaining ranks."""
+    """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes all
+    ranks that the others leave."""
 
     pp: int = Field(default=1, ge=1)
-    """Ranks of the pipeline, each of which holds some of the layers."""
+    """Number of pipeline ranks, each of which holds some of the layers."""
     dp_replicate: int = Field(default=1, ge=1)
-    """Replicas of the weights, each of which trains on its share of a step's sequences."""
+    """Number of replicas of the weights, each of which trains on its share of a step's
+    sequences."""
     dp_shard: int = Field(default=-1, ge=-1)
-    """Ranks over which FSDP shards weights, gradients and optimizer; they share a step's sequences, too. -1: all ranks
-    that the other degrees leave."""
+    """Number of ranks over which FSDP shards weights, gradients and optimizer state. They also
+    share a step's sequences. -1: all ranks that the other degrees leave."""
     cp: int = Field(default=1, ge=1)
-    """Ranks that share the positions of a sequence (context parallelism)."""
+    """Number of ranks that share the positions of a sequence (context parallelism)."""
     tp: int = Field(default=1, ge=1)
-    """Ranks that share the heads and the feed-forward of a layer (tensor parallelism)."""
+    """Number of ranks that share the heads and the feed-forward of a layer (tensor parallelism)."""
 
     @model_validator(mode="after")
     def _shard_is_a_degree(self) -> "MeshConfig":
@@ -36,43 +38,48 @@ Accumulate = Literal["sharded", "whole"]
 
 
 class ParallelConfig(Section):
-    """How an island uses the axes of its mesh. These settings change the results by rounding only."""
+    """How an island uses the axes of its mesh. These settings change the results only by
+    rounding."""
 
     zero: Literal[2, 3] | None = None
-    """How far FSDP shards: 3 frees a block's gathered weights after its forward, 2 keeps them. null: 2 with a pipeline,
-    else 3."""
+    """ZeRO stage of FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. null:
+    2 with a pipeline, otherwise 3."""
     accumulate: Accumulate = "sharded"
-    """How gradients of several micro-batches add up. `sharded`: each micro-batch reduces them over the shards. `whole`:
-    every rank keeps whole gradients until the last one, which sends less and needs 4 bytes for each parameter."""
+    """How gradients of several micro-batches are accumulated. `sharded`: each micro-batch reduces
+    its gradients over the shards. `whole`: every rank keeps whole gradients until the last
+    micro-batch, which sends less and needs 4 bytes per parameter."""
     sequence_parallel: bool = True
-    """With tensor parallelism: also split norms and the residual stream along the sequence."""
+    """With tensor parallelism: also split the norms and the residual stream along the sequence."""
     loss_chunk: int = Field(default=4096, ge=1)
-    """Number of tokens whose logits are held at the same time."""
+    """Number of tokens whose logits are in memory at the same time."""
     schedule: Schedule = "1f1b"
-    """Order of micro-batches in the pipeline, where pp is above 1."""
+    """Order in which the pipeline processes micro-batches, if pp is above 1."""
     stages_per_rank: int | None = Field(default=None, ge=1)
-    """Number of (virtual) pipeline stages per rank. null: 1 for gpipe and 1f1b, else 2."""
+    """Number of (virtual) pipeline stages per rank. null: 1 for gpipe and 1f1b, otherwise 2."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers of each stage, first to last. null: so that the stage with most FLOPs has as few as it
-    can; the head counts."""
+    """Number of layers of each stage, first to last. null: chosen so that the largest number of
+    FLOPs of a stage, with the head, is as small as possible."""
     context: ContextMethod = "ring"
-    """How attention reads the other ranks' share of the sequence when cp > 1."""
+    """How attention reads the positions of other ranks if cp is above 1."""
     recompute: Recompute = "none"
-    """Activations that a block's backward recomputes instead of keeping them."""
+    """Which activations a block's backward recomputes instead of keeping them from the forward."""
     compile: bool | Literal["auto"] = "auto"
-    """Whether each block is compiled with torch.compile. auto: on CUDA with triton, where the layout allows it and
-    attention is not spread over cp."""
+    """Whether each block is compiled with torch.compile. auto: on CUDA with triton, if the layout
+    allows it and cp is 1."""
 
     def frees_after_forward(self, pp: int) -> bool:
-        """Whether blocks free their gathered weights after the forward. Pipelines would gather them per micro-batch."""
+        """Return whether blocks free their gathered weights after the forward. A pipeline would
+        gather them per micro-batch."""
         return (self.zero or (3 if pp == 1 else 2)) == 3
 
     def reduces_each_micro_batch(self, num_shards: int) -> bool:
-        """Whether each micro-batch reduces its gradients over the shards. A single shard is whole anyway."""
+        """Return whether each micro-batch reduces its gradients over the shards. With one shard
+        there is nothing to reduce."""
         return self.accumulate == "sharded" and num_shards > 1
 
     def splits_stream(self, tp: int) -> bool:
-        """Whether a tp rank holds only its share of the positions of the residual stream."""
+        """Return whether each tp rank holds only its share of the positions of the residual
+        stream."""
         return tp > 1 and self.sequence_parallel
 
 

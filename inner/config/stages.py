@@ -1,4 +1,5 @@
-"""Config of the stages of a run: from a round on, another mixture, length of sequences, batch or learning rate."""
+"""Config of a run's stages. From some round on, a stage changes mixture, sequence length, batch or
+learning rate."""
 
 from collections.abc import Sequence
 
@@ -11,22 +12,24 @@ from inner.errors import nearest_multiples
 
 
 class StageConfig(Section):
-    """One stage. What it does not set is as in the sections of the run."""
+    """One stage. Values that it does not set come from the other sections of the run's config."""
 
     tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the islands that begin together, rounded up to whole cycles. null: what is left of outer.rounds; for
-    the last stage only, and for it always."""
+    """Number of tokens that the islands at the start of the run read together in this stage,
+    rounded up to whole cycles. null: until outer.rounds is reached; required for the last stage,
+    and not allowed for others."""
     seq_len: int | None = Field(default=None, ge=8)
-    """Replaces data.seq_len; it must divide the longest of all stages."""
+    """Replaces data.seq_len. It must divide the longest seq_len of all stages."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """Replaces optimizer.tokens_per_step."""
     lr: float | None = Field(default=None, gt=0)
-    """Replaces optimizer.lr; warm-up and schedule go on by the inner step of the run."""
+    """Replaces optimizer.lr. Warm-up and schedule continue to follow the inner step of the run."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Replaces weights of data.mixture, by the names of its sources; 0 leaves a source out of the stage."""
+    """Replaces weights of data.mixture, by the names of its sources. 0 leaves a source out of the
+    stage."""
 
     def apply(self, data: DataConfig, optimizer: OptimizerConfig) -> tuple[DataConfig, OptimizerConfig]:
-        """The sections of the run as this stage has them."""
+        """Return the run's data and optimizer sections with this stage's values in them."""
         mixture = tuple(
             entry.model_copy(update={"weight": self.weights.get(entry.name, entry.weight)}) for entry in data.mixture
         )
@@ -36,18 +39,19 @@ class StageConfig(Section):
 
 
 def count_stage_cycles(stages: Sequence[StageConfig], cycle_tokens: Sequence[int]) -> list[int]:
-    """Cycles of each stage but the last; `cycle_tokens` are the tokens of one cycle of each."""
+    """Return the number of cycles of each stage except the last. `cycle_tokens`: the tokens of one
+    cycle of each stage."""
     return [-(-(stage.tokens or 0) // tokens) for stage, tokens in zip(stages[:-1], cycle_tokens, strict=False)]
 
 
 def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: OptimizerConfig) -> None:
-    """Raise ValueError if stages do not fit together or the text that they read."""
+    """Raise ValueError if the stages do not fit each other or the text."""
     names = {entry.name for entry in data.mixture}
     for number, stage in enumerate(stages):
         where, is_last = f"stages[{number}]", number == len(stages) - 1
         if (stage.tokens is None) != is_last:
             what = "tokens is set in the last stage, which" if is_last else "tokens is not set in a stage that"
-            cure = "takes what is left of outer.rounds; leave it out" if is_last else "another one follows; set it"
+            cure = "takes the rest of outer.rounds; leave it out" if is_last else "another stage follows; set it"
             raise ValueError(f"{where}.{what} {cure}")
         if unknown := sorted(stage.weights.keys() - names):
             known = ", ".join(sorted(names)) or "no data.mixture"
@@ -56,7 +60,7 @@ def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: Opt
         if any(weight < 0 for weight in stage.weights.values()):
             raise ValueError(f"{where}.weights: got {stage.weights}; a weight is 0 or more")
         if staged.mixture and not any(entry.weight for entry in staged.mixture):
-            raise ValueError(f"{where}.weights leave no source to read; give one a weight above 0")
+            raise ValueError(f"{where}.weights leave no source to read; give at least one source a weight above 0")
         if stepped.tokens_per_step % staged.seq_len:
             raise ValueError(
                 f"{where}: a step of {stepped.tokens_per_step} tokens is no whole number of sequences of "
@@ -78,4 +82,4 @@ def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
             f"of the stages; allowed: multiples of it, such as {nearest_multiples(data.shard_tokens, longest)}"
         )
     if {*lengths} - {data.seq_len} and any(source.format == "chat" for source in data.sources):
-        raise ValueError("stages: conversations are packed into sequences of one length; leave seq_len out")
+        raise ValueError("stages: conversations are packed for one sequence length only; leave seq_len out")

@@ -1,4 +1,5 @@
-"""Training batches: the sequences of each unit follow from the seed alone, so there is no state to save or restore."""
+"""Training batches. The sequences of each unit follow from the seed alone, so there is no state to
+save or restore."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -16,9 +17,9 @@ from inner.data.stages import BlockOrder, OwnSource, SiteOrder, StageStart
 from inner.errors import InputError
 
 EXPECT_SECONDS = 1.0
-"""What comes next is looked at no more often."""
+"""Shortest time in seconds between two looks at the sequences that come next."""
 EXPECT_UNITS = 1024
-"""How far it is looked ahead at most."""
+"""Largest number of coming units that are looked at."""
 FROM_THE_START = StageStart()
 
 
@@ -27,7 +28,7 @@ class StepBatch:
     """The sequences that a rank trains on in one inner step."""
 
     micro_batches: list[torch.Tensor]
-    """Each int64 [micro_batch, seq_len + 1] on the CPU."""
+    """Each micro-batch is int64 [micro_batch, seq_len + 1] on the CPU."""
     source_tokens: dict[str, int]
     """Number of tokens that all ranks together read from each source; empty without a mixture."""
     seconds: float
@@ -37,12 +38,15 @@ class StepBatch:
 class IslandBatches:
     """The training text cut into units; an island reads one unit in each inner step.
 
-    Unit u holds the positions [u, u + 1) x sequences_per_step of the reading order. While n islands step together,
-    island i reads unit s*n + i in step s:
+    Unit u holds the positions [u, u + 1) x sequences_per_step of the reading order. While n islands
+    step together, island i reads unit s*n + i in step s:
+
         step    island 0    island 1    island 2
            0    unit 0      unit 1      unit 2
            1    unit 3      unit 4      unit 5
-    A single island with n times the sequences_per_step therefore reads the same sequences in every step.
+
+    A single island with n times the sequences_per_step therefore reads the same sequences in every
+    step.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class IslandBatches:
         sequences_per_step: int,
         start: StageStart = FROM_THE_START,
     ) -> None:
-        """`start` is where a stage of the run begins to read."""
+        """Build the units of a text. `start` is the place at which a stage of the run begins to
+        read."""
         self._texts = corpus.texts
         self._seq_len = seq_len
         self._first_unit = start.unit
@@ -72,25 +77,28 @@ class IslandBatches:
         ]
         weights = [*(corpus.weights[source.number] for source in own), sum(self._shared_weights)]
         self._site = SiteOrder(own, weights, self._order, sequences_per_step) if own else None
-        """The order of this island's own sources and the others, if it has any of its own."""
+        """The reading order of an island with sources of its own: these together with the shared
+        ones. None without such sources."""
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self.is_streamed = any(isinstance(text.train, StreamedTokens) for text in corpus.texts)
-        """Whether the text may not be here yet, so that reading waits for it."""
+        """Whether text may still have to be fetched or tokenised, so that reading it waits."""
         self._expected_at = -EXPECT_SECONDS
         self._require_one_step()
 
     def micro_batches(
         self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0
     ) -> list[torch.Tensor]:
-        """This rank's micro-batches of a unit (counted from 0), each int64 [micro_batch, seq_len + 1] on the CPU.
+        """Return this rank's micro-batches of a unit (counted from 0), each int64 [micro_batch,
+        seq_len + 1] on the CPU.
 
-        On an island with sources of its own it is the island's `number`-th unit, counted from 0.
+        If the island has sources of its own, `number` says how many units it has read before this
+        one.
         """
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
             raise InputError(
-                f"{self._sequences_per_step} sequences a step do not divide into {num_data_ranks} data ranks with "
+                f"{self._sequences_per_step} sequences per step do not divide into {num_data_ranks} data ranks with "
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
@@ -101,14 +109,16 @@ class IslandBatches:
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
     def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0) -> StepBatch:
-        """Read this rank's share of a unit for one inner step, and time the reading. `number`: as in micro_batches."""
+        """Read this rank's share of a unit for one inner step, and time the reading. `number`: as
+        in micro_batches."""
         started_at = time.perf_counter()
         micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch, number)
         seconds = time.perf_counter() - started_at
         return StepBatch(micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds)
 
     def expect(self, units: Iterable[range]) -> None:
-        """Say which units will be read soon, in order, so that their text is here by then. Call it before each step."""
+        """Announce the units that will be read soon, in order, so that their text can be fetched.
+        Call it before each step."""
         if not self.is_streamed or time.monotonic() - self._expected_at < EXPECT_SECONDS:
             return
         self._expected_at = time.monotonic()
@@ -118,14 +128,16 @@ class IslandBatches:
             blocks.expect(range(begun + r.start // per_block, begun - (-r.stop // per_block)) for r in read)
 
     def _positions(self, source: int, units: Iterable[range]) -> Iterator[range]:
-        """Positions in the order of a source that the units read, in order, or a few more of a mixture."""
+        """Yield the positions in the reading order of a source that the units read, in order. In a
+        mixture, a few more positions may be included."""
         for unit in islice(chain.from_iterable(units), EXPECT_UNITS):
             first = self._position(unit)
             end = first + self._sequences_per_step
             yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
-        """Tokens of each source in a unit; with sources of its own, in the unit that was read last."""
+        """Return the number of tokens of each source in a unit. If the island has sources of its
+        own, it counts the unit that was read last."""
         numbers = self._count_sources(unit) if self._site is None else self._site.count_sources(len(self._texts))
         return {text.name: number * self._seq_len for text, number in zip(self._texts, numbers, strict=True)}
 
@@ -135,8 +147,10 @@ class IslandBatches:
         return [new - old for old, new in zip(before, after, strict=True)]
 
     def _position(self, unit: int) -> int:
-        """Position of the first sequence of a unit in the reading order of the stage."""
-        assert unit >= self._first_unit, f"unit {unit} is of an earlier stage, this one begins with {self._first_unit}"
+        """Return the position of the unit's first sequence in the reading order of the stage."""
+        assert unit >= self._first_unit, (
+            f"unit {unit} belongs to an earlier stage; this stage begins with unit {self._first_unit}"
+        )
         return (unit - self._first_unit) * self._sequences_per_step
 
     def _read(self, positions: range) -> torch.Tensor:
@@ -163,11 +177,12 @@ class IslandBatches:
 def heldout_windows(
     corpus: Corpus, seq_len: int, num_tokens: int, data_rank: int, num_data_ranks: int, micro_batch: int
 ) -> Iterator[torch.Tensor]:
-    """Yield this rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with -100 rows.
+    """Yield this rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with
+    rows of -100.
 
-    On any mesh, all ranks together read the first num_tokens targets, rounded up to whole windows and limited by the
-    text. Every rank yields the same number of batches, because a sharded forward pass needs all ranks. Sources are
-    mixed in the same proportions as in training.
+    On any mesh, all ranks together read the first num_tokens targets, rounded up to whole windows
+    and limited by the length of the text. Every rank yields the same number of batches, because a
+    sharded forward pass needs all ranks. Sources are mixed in the same proportions as in training.
     """
     shares, num_windows = MixtureShares(corpus.weights), sum(heldout_counts(corpus, seq_len, num_tokens))
     num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
@@ -181,9 +196,9 @@ def heldout_windows(
 
 
 def heldout_counts(corpus: Corpus, seq_len: int, num_tokens: int) -> tuple[int, ...]:
-    """Number of windows of each source that an evaluation on `num_tokens` targets reads, in the mixture's proportions.
+    """Return the number of windows of each source that an evaluation on `num_tokens` targets reads.
 
-    It may be 0 for a source of little weight.
+    The numbers have the proportions of the mixture, and may be 0 for a source with a small weight.
     """
     shares = MixtureShares(corpus.weights)
     available = shares.max_positions([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
@@ -216,5 +231,5 @@ def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:
 
 
 def _name_of(text: Text) -> str:
-    """Suffix that names the source in an error; empty without a mixture."""
+    """Return a suffix that names the source in an error; empty without a mixture."""
     return f" of {text.name!r}" if text.name else ""

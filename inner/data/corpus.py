@@ -1,4 +1,5 @@
-"""The corpus of a run: text is tokenised once into shards, which later runs and all ranks map into memory."""
+"""The corpus of a run. Text is tokenised once into shards, which all ranks and later runs map into
+memory."""
 
 import hashlib
 import json
@@ -26,35 +27,39 @@ from inner.files import make_cache_folder
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Part of the cache key; increase it when the same config would produce different tokens or files."""
+"""Part of the cache key. Increase it when the same config would produce different tokens or
+files."""
 CHAT_FORMAT = 2
-"""The same of conversations alone."""
+"""Part of the cache key of conversations. Increase it when only the coding of conversations
+changes."""
 META = "meta.json"
 TOKENS = "tokens"
-"""The source that needs no tokenising: data.paths name token files."""
+"""The source that needs no tokenising, because data.paths names token files."""
 SHARDS = "shards"
-"""The source that inner/data/streaming opens: what has been prepared into a store."""
+"""The source of text that was prepared into a store. inner/data/streaming opens it."""
 SAMPLE_TOKENS = 1 << 20
-"""Held-out ids of token files that are decoded to count the bytes of their text."""
+"""Number of held-out ids of token files that are decoded to count the bytes of their text."""
 KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
 """Fields of DataConfig on which the token files of a source depend."""
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Token ids of one source. Every document ends with eos; held-out documents never appear in train."""
+    """Token ids of one source. Every document ends with eos. The held-out documents are not in
+    `train`."""
 
     train: Tokens | StreamedTokens
     heldout: Tokens
     heldout_bytes: int
-    """Number of UTF-8 bytes that the held-out tokens encode, for bits per byte."""
+    """Number of UTF-8 bytes that the held-out tokens encode, needed for bits per byte."""
     name: str = ""
     """Name of the mixture entry; empty without a mixture."""
     weight: float = 1.0
     reader: tuple[int, int] | None = None
-    """Of a source that only some islands read: the number of this one among them, and how many they are."""
+    """For a source that only some islands read: this island's number among them, and the number of
+    these islands."""
     is_coded: bool = False
-    """Whether the ids are those of conversations, coded as in inner/data/chat/coding.py."""
+    """Whether the ids come from conversations and are coded as in inner/data/chat/coding.py."""
 
 
 @dataclass(frozen=True)
@@ -65,31 +70,34 @@ class Corpus:
     vocab_size: int
     eos_id: int
     shuffled_tokens: int | None = None
-    """Tokens of a shard, within which sequences are shuffled (data.order: shards); None shuffles all."""
+    """Number of tokens in a shard if sequences are shuffled within shards (data.order: shards);
+    None if all are shuffled together."""
 
     @property
     def weights(self) -> list[float]:
         return [text.weight for text in self.texts]
 
     def close(self) -> None:
-        """Give free what reading needs: threads, processes, shards in a cache."""
+        """Release the threads, processes and cached shards that reading needs."""
         for text in self.texts:
             if isinstance(text.train, StreamedTokens):
                 text.train.close()
 
     @property
     def compared(self) -> "Corpus":
-        """The texts whose held-out loss is compared between islands: those that all have, or else all that are here."""
+        """Return the texts whose held-out loss is compared between islands: those that all islands
+        have, or all if none is shared."""
         return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
 
     @property
     def heldout_tokens_per_byte(self) -> float:
-        """Average over the held-out texts, in the proportions of the mixture."""
+        """Average number of tokens per byte over the held-out texts, in the proportions of the
+        mixture."""
         return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
 def without_texts(config: DataConfig) -> Corpus:
-    """What is known of a corpus before any text is here. Raises InputError."""
+    """Return a corpus with the facts that are known before any text is here. Raises InputError."""
     tokenizer = build_tokenizer(*config.tokenizer_choice)
     return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
 
@@ -122,10 +130,12 @@ def check_source(config: DataConfig) -> None:
 
 
 def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions | None = None) -> Corpus:
-    """Load the corpus of `config` from `cache_dir`, after reading and tokenising what is missing there.
+    """Load the corpus of `config` from `cache_dir`; first read and tokenise the text that is
+    missing there.
 
-    If several processes ask for the same corpus, one prepares it and the others wait. Raises InputError when a source
-    is broken or the disk is full; finished shards stay, and the next call continues after them.
+    If several processes ask for the same corpus, one prepares it and the others wait. Raises
+    InputError when a source is broken or the disk is full; finished shards stay, and the next call
+    continues after them.
     """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
     tokenizer = build_tokenizer(*config.tokenizer_choice)
@@ -141,21 +151,21 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
 def open_prepared(
     source: DataConfig, cache_dir: Path, entry: tuple[str, float], options: PrepareOptions | None = None
 ) -> Text:
-    """Open one source, which is tokenised before if it is not in the cache. Raises InputError."""
+    """Open one source; tokenise it first if it is not in the cache. Raises InputError."""
     assert source.source != SHARDS, "inner/data/streaming opens it"
     folder = _find_or_prepare(source, cache_dir, options or PrepareOptions())
     return _open_text(folder, _read_meta(folder), entry)
 
 
 def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOptions) -> Path:
-    """Folder with all shards of one source, which are prepared first if they are missing."""
+    """Return the folder with all shards of one source; prepare the missing ones first."""
     folder = cache_dir / _cache_key(config)
     if folder.exists():
         return folder
     with explain_write_errors(cache_dir):
         make_cache_folder(cache_dir)
     with hold_lock(cache_dir / f".{folder.name}.lock", f"the text in {folder}") as keep_alive:
-        # The previous holder of the lock may have finished the work.
+        # The process that held the lock before may have finished the work.
         if not folder.exists():
             _prepare(config, folder, options, keep_alive)
     return folder
@@ -166,7 +176,8 @@ def _cache_key(config: DataConfig) -> str:
 
 
 def text_identity(config: DataConfig, more: list[object]) -> str:
-    """16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and values of `more`."""
+    """Return 16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and
+    values of `more`."""
     chat = config.format == "chat"
     parts = [
         *more,
@@ -180,7 +191,8 @@ def text_identity(config: DataConfig, more: list[object]) -> str:
 
 
 def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
-    """Write the shards to a temporary folder, which an earlier process may have begun, then rename it to `folder`."""
+    """Write the shards to a temporary folder, which an earlier process may have started, then
+    rename it to `folder`."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
     def report(progress: PrepareProgress) -> None:
@@ -196,7 +208,8 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
             (unfinished / META).write_text(json.dumps(asdict(_build_meta(config, counts)), indent=1))
             unfinished.rename(folder)
     finally:
-        # Succeeds only if the folder is empty: a failure before the first finished shard leaves nothing behind.
+        # rmdir succeeds only on an empty folder: a failure before the first finished shard leaves
+        # no folder behind.
         with suppress(OSError):
             unfinished.rmdir()
     log.info(
@@ -210,7 +223,8 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
 
 def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
     tokenizer = build_tokenizer(*config.tokenizer_choice)
-    # The last training document is cut at max_tokens. Held-out documents stay whole, as their bytes are counted.
+    # The last training document is cut at max_tokens. Held-out documents stay whole, because their
+    # bytes have been counted.
     train_tokens = min(counts.train_tokens, config.max_tokens or counts.train_tokens)
     return CorpusMeta(
         vocab_size=tokenizer.vocab_size,
@@ -250,16 +264,18 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
     heldout = open_split(folder, "heldout", meta.dtype, meta.heldout_tokens)
     if meta.dtype != DTYPE:
         return Text(train, heldout, meta.heldout_bytes, *entry)
-    # The loss is that of the assistant's tokens, whose bytes were counted, and they are a part of all.
+    # The loss and meta.heldout_bytes count the assistant's words only. The bytes are scaled up to
+    # all tokens, so that tokens per byte is right for the tokens that the loss counts.
     learned = count_learned(heldout[:])
     if not learned:
-        raise InputError("data.format=chat: the held-out conversations have no words of an assistant; give more rows")
+        raise InputError("data.format=chat: the held-out conversations have no message of an assistant; give more rows")
     num_bytes = round(meta.heldout_bytes * len(heldout) / learned)
     return Text(train, heldout, num_bytes, *entry, is_coded=True)
 
 
 def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
-    """The token files of `config` as they are. The end of the last documents is held out. Raises InputError."""
+    """Open the token files of `config` without copying them. The last documents are held out.
+    Raises InputError."""
     files = open_token_files(config.paths, tokenizer.vocab_size)
     if no_eos := [
         file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
@@ -278,7 +294,8 @@ def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, floa
 
 
 def _heldout_begin(whole: ShardedTokens, fraction: float) -> int:
-    """Where the held-out part begins: at the last end of a document that leaves at least the fraction."""
+    """Return where the held-out part begins: at the last end of a document that leaves at least the
+    fraction `fraction`."""
     at = min(int(len(whole) * (1 - fraction)), len(whole) - 1)
     ends = whole.document_ends()
     number = int(np.searchsorted(ends, at, side="right"))

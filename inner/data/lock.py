@@ -1,4 +1,4 @@
-"""A lock for work that several processes on one machine or shared disk would otherwise repeat."""
+"""A lock for work that several processes on one machine or a shared disk would otherwise repeat."""
 
 import logging
 import os
@@ -15,16 +15,19 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 KEEP_ALIVE_SECONDS = 1.0
 STALLED_SECONDS = 600.0
-"""Waiting ends with an error when the holder has shown no sign of life for this long."""
+"""Number of seconds without a sign of life from the lock's holder after which waiting ends with an
+error."""
 
 KeepAlive = Callable[[], None]
 
 
 @contextmanager
 def hold_lock(path: Path, what: str) -> Iterator[KeepAlive]:
-    """Wait for the lock of this file and hold it; it is released at the latest when this process ends.
+    """Wait for the lock of this file and hold it. It is released at the latest when this process
+    ends.
 
-    Yields a function to call regularly while working. Raises InputError if the current holder shows no sign of life.
+    Yields a function to call regularly while working, which shows waiting processes a sign of life.
+    Raises InputError if the current holder shows none.
     """
     with path.open("a+") as file:
         _take(file.fileno(), path, what)
@@ -48,7 +51,8 @@ def _take(descriptor: int, path: Path, what: str) -> None:
 
 
 def _build_keep_alive(descriptor: int) -> KeepAlive:
-    """A function that shows waiting processes that work continues; calling it often is cheap."""
+    """Return a function that shows waiting processes that work continues. Frequent calls are
+    cheap."""
     last = 0.0
 
     def keep_alive() -> None:

@@ -1,11 +1,14 @@
-"""Reading order of one or several sources: it follows from weights, seed and position, so there is no state to save.
+"""Reading order of one or several sources. It follows from weights, seed and position, so there is
+no state to save.
 
-The order of a source is computed for each position, because an array of it may not fit into memory: 15T tokens are 1.8G
-sequences of 8192. It consists of exact integers, so it is the same on every machine.
+The order of a source is computed for each position, because an array of the whole order may not fit
+into memory: 15T tokens are 1.8G sequences of 8192. It is computed with exact integers, so it is the
+same on every machine.
 
-Positions are cut into blocks. How many of the first n positions belong to each source is rounded from the weights
-alone (Shares), so it is known at every block boundary without counting. A seeded shuffle then assigns the positions
-within a block. With weights 3 : 1 and blocks of 4:
+Positions are cut into blocks. The number of the first n positions that belong to each source is
+rounded from the weights alone (MixtureShares), so it is known at every block boundary without
+counting. A seeded shuffle then assigns the positions within a block to the sources. With weights 3
+: 1 and blocks of 4:
 
     block        0           1           2
     source    0 1 0 0     0 0 0 1     1 0 0 0
@@ -28,10 +31,12 @@ from inner.data.shards import Tokens
 BLOCK = 1024
 """Number of positions after which every source has received its share, to within a few sequences."""
 READING_ORDER = 2
-"""Version of the order: a checkpoint's account of the text counts positions in the order of the version it is from."""
+"""Version of the order. A checkpoint counts the text that was read by positions in the order of its
+own version."""
 FEISTEL_ROUNDS = 16
-"""Luby and Rackoff (1988) prove four enough for large tables. With eight, orders of five sequences are not equally
-frequent; with sixteen they are."""
+"""Number of rounds of the Feistel network. Luby and Rackoff (1988) prove that four are enough for
+large tables. With eight, the orders of five sequences are not equally frequent; with sixteen they
+are."""
 WORD = (1 << 64) - 1
 
 
@@ -50,7 +55,8 @@ class SequenceOrder:
         self._keys: tuple[int, ...] = ()
 
     def __getitem__(self, position: int) -> int:
-        """Index of the sequence at `position` >= 0; positions keep counting across epochs."""
+        """Return the index of the sequence at `position` >= 0. Positions continue to count across
+        epochs."""
         epoch, index = divmod(position, self._num_sequences)
         if epoch != self._epoch:
             self._keys, self._epoch = round_keys(self._seed, epoch), epoch
@@ -58,18 +64,20 @@ class SequenceOrder:
 
 
 def round_keys(seed: int, epoch: int | str) -> tuple[int, ...]:
-    """A key of 64 bits for each round of the network."""
+    """Return a 64-bit key for each round of the Feistel network."""
     digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * FEISTEL_ROUNDS)
     return struct.unpack(f"<{FEISTEL_ROUNDS}Q", digest)
 
 
 def permute(index: int, size: int, keys: tuple[int, ...]) -> int:
-    """The place of `index` in a permutation of range(size) that follows from the keys, without an array.
+    """Return the place of `index` in a permutation of range(size) that follows from the keys,
+    without an array.
 
-    A Feistel network permutes the cells of a table: in turn, a function of the column is added to the row (modulo the
-    number of rows), and one of the row to the column. Each of these steps can be undone, so together they are a
-    bijection. The table may have cells beyond `size`; from one of them the network is applied again until it leads to
-    another.
+    A Feistel network permutes the cells of a table: in turn, a function of the column is added to
+    the row (modulo the number of rows), and a function of the row to the column. Each of these
+    steps can be undone, so together they are a bijection. The table may have more than `size`
+    cells. If the result is a cell beyond `size`, the network is applied to it again, until the
+    result is below `size`.
     """
     num_rows = math.isqrt(size - 1) + 1
     num_cols = -(-size // num_rows)
@@ -98,18 +106,21 @@ class MixturePosition(NamedTuple):
 
 
 class MixtureShares:
-    """Number of the first n positions that belong to each source: exact, monotonic in n and close to n x weight."""
+    """The number of the first n positions that belong to each source: exact, monotonic in n and
+    close to n x weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
         rest = list(accumulate(reversed(exact)))[::-1]
-        # Each fraction is of what the earlier sources leave. Integers, because floats may round differently elsewhere.
+        # Each fraction is a share of what the earlier sources leave. Use integers, because floats
+        # may round differently on other machines.
         self._steps = [
             (weight / left).as_integer_ratio() if left else (0, 1) for weight, left in zip(exact, rest, strict=True)
         ]
 
     def counts(self, n: int) -> tuple[int, ...]:
-        """Number of positions of each source; they add up to n."""
+        """Return the number of positions of each source among the first n; the numbers add up to
+        n."""
         counts = []
         for numerator, denominator in self._steps:
             counts.append(n * numerator // denominator)
@@ -117,13 +128,14 @@ class MixtureShares:
         return tuple(counts)
 
     def locate(self, position: int) -> MixturePosition:
-        """Source of a position and the sequence within that source, before any shuffling."""
+        """Return the source of a position and the sequence within that source, before any
+        shuffling."""
         before, after = self.counts(position), self.counts(position + 1)
         source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
         return MixturePosition(source, before[source])
 
     def max_positions(self, available: Sequence[int]) -> int:
-        """The largest n for which no source needs more sequences than it has available."""
+        """Return the largest n for which no source needs more sequences than are available."""
         enough = range(sum(available) + 1)
         return bisect_right(enough, False, key=lambda n: any(map(int.__gt__, self.counts(n), available))) - 1
 
@@ -138,7 +150,8 @@ class MixedOrder:
     """Infinite reading order over several sources; each source keeps its own order."""
 
     def __init__(self, weights: Sequence[float], orders: Sequence["OneOrder"], seed: int) -> None:
-        """`orders` has one order per weight; with a single source the result is that source's order."""
+        """Mix sources by `weights`. `orders` has one order per weight; with one source the result
+        is that source's order."""
         assert len(weights) == len(orders), f"{len(weights)} weights, {len(orders)} orders"
         self._shares = MixtureShares(weights)
         self._orders = orders
@@ -147,30 +160,34 @@ class MixedOrder:
         self._sources = self._ranks = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, position: int) -> MixturePosition:
-        """Source and sequence at `position` >= 0: O(1) within the current block; another block is shuffled first."""
+        """Return source and sequence at `position` >= 0. O(1) within the current block; another
+        block is shuffled first."""
         self._load_block(position // BLOCK)
         source = int(self._sources[position % BLOCK])
         return MixturePosition(source, self._orders[source][int(self._ranks[position % BLOCK])])
 
     def counts(self, position: int) -> tuple[int, ...]:
-        """Number of positions before this one that belong to each source."""
+        """Return the number of positions of each source before `position`."""
         self._load_block(position // BLOCK)
         inside = np.bincount(self._sources[: position % BLOCK], minlength=len(self._orders)).tolist()
         return tuple(map(int.__add__, self._shares.counts(position // BLOCK * BLOCK), inside))
 
     def bounds(self, source: int, first: int, end: int) -> range:
-        """A range of the source's own positions that holds those of positions `first` to `end`; shuffles nothing."""
+        """Return a range of the source's own positions that contains all of its positions from
+        `first` to `end`. It may be slightly too large, because nothing is shuffled to find it."""
         blocks = first // BLOCK, -(-end // BLOCK)
         low, high = (self._shares.counts(block * BLOCK)[source] for block in blocks)
         return range(low, high)
 
     def _load_block(self, block: int) -> None:
-        """Shuffle the sources over the positions of a block and number the positions of each source."""
+        """Shuffle the sources over the positions of a block and number the positions of each
+        source."""
         if block == self._block:
             return
         first, following = self._shares.counts(block * BLOCK), self._shares.counts((block + 1) * BLOCK)
         here = [new - old for old, new in zip(first, following, strict=True)]
-        # numpy has frozen the streams of RandomState. One seed more than SequenceOrder has gives a different stream.
+        # numpy guarantees the streams of RandomState. SequenceOrder uses one seed fewer, so the
+        # streams differ.
         seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, block & 0xFFFFFFFF, block >> 32]
         self._sources = np.random.RandomState(seeds).permutation(np.repeat(np.arange(len(here)), here))
         self._ranks = np.empty(BLOCK, dtype=np.int64)
@@ -180,28 +197,29 @@ class MixedOrder:
 
 
 class Sequences(Protocol):
-    """The training sequences of one source, of one length."""
+    """The training sequences of one source, all of the same length."""
 
     @property
     def order(self) -> OneOrder: ...
 
     @property
     def number(self) -> int | None:
-        """How many there are; None while that is not known."""
+        """Number of sequences; None while it is unknown."""
         ...
 
     def window(self, index: int) -> np.ndarray:
-        """The tokens of a sequence and the one after it. Waits until they are here. Raises InputError."""
+        """Return the tokens of a sequence and the next token. Waits until they are here. Raises
+        InputError."""
         ...
 
     def expect(self, positions: Iterable[range]) -> None:
-        """Say which positions will be read soon, in order. Returns at once."""
+        """Announce the positions that will be read soon, in order. Returns at once."""
         ...
 
 
 @runtime_checkable
 class StreamedTokens(Protocol):
-    """Training tokens that need not be here yet (inner/data/streaming)."""
+    """Training tokens that may still have to be fetched or tokenised (inner/data/streaming)."""
 
     def __len__(self) -> int: ...
 
@@ -211,7 +229,8 @@ class StreamedTokens(Protocol):
 
 
 class WholeText:
-    """Sequences of tokens that are all here. `shuffled`: how many of them lie in a shard; None shuffles all."""
+    """Sequences of a text that is completely here. `shuffled`: number of tokens in a shard, within
+    which sequences are shuffled; None shuffles all together."""
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, shuffled: int | None) -> None:
         self._tokens, self._seq_len = tokens, seq_len
@@ -232,21 +251,22 @@ class WholeText:
 
 
 class ShardSource(Protocol):
-    """What an order by shards asks of a text."""
+    """The method of a text that the order by shards needs."""
 
     def count_through(self, shard: int) -> tuple[int, bool]:
-        """The number of sequences that are known, at least to the end of this shard, and whether they are all.
+        """Return the number of sequences known so far, and whether these are all.
 
-        Waits for the shard if need be. Raises InputError.
+        The number includes at least the sequences up to the end of this shard. Waits for the shard
+        if necessary. Raises InputError.
         """
         ...
 
 
 class ShardOrder:
-    """The shards in the order of the text, each shuffled anew in each epoch.
+    """Reads the shards in the order of the text, and shuffles each shard differently in each epoch.
 
-    >>> text = WholeText(np.zeros(11, np.uint16), seq_len=1, seed=0, shuffled=4)
-    >>> [sorted(text.order[p] for p in range(a, b)) for a, b in ((0, 4), (4, 8), (8, 10), (10, 14))]
+    >>> text = WholeText(np.zeros(11, np.uint16), seq_len=1, seed=0, shuffled=4) >>>
+    [sorted(text.order[p] for p in range(a, b)) for a, b in ((0, 4), (4, 8), (8, 10), (10, 14))]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
     """
 
@@ -265,7 +285,8 @@ class ShardOrder:
         return first + permute(place, min(self._per_shard, known - first), self._keys)
 
     def shard_of(self, position: int, number: int | None) -> int:
-        """The shard in which a position lies, where `number` sequences are in the text, or it has not ended (None)."""
+        """Return the index of the shard that holds `position`. `number`: sequences in the text;
+        None while it has not ended."""
         return (position if number is None else position % number) // self._per_shard
 
     def _locate(self, position: int) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""Write a source as token shards. After a kill it resumes behind the last finished shard, with the same result."""
+"""Write a source as token shards. After a kill it resumes after the last finished shard, with the
+same result."""
 
 import logging
 import math
@@ -21,7 +22,8 @@ from inner.errors import InputError
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 24
-"""A shard is finished once it is this long. This bounds the memory in use and the work that a kill can lose."""
+"""Length in tokens at which a shard is finished. It bounds the memory in use and the work that a
+kill can lose."""
 LOG_SECONDS = 30.0
 
 
@@ -60,7 +62,8 @@ class PrepareProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of this process; shards finished by an earlier one do not count."""
+        """Return the speed of this process. Shards that an earlier process finished do not
+        count."""
         return (self.num_tokens - self._began_with) / max(time.monotonic() - self._began_at, 1e-9)
 
 
@@ -68,7 +71,7 @@ ProgressCallback = Callable[[PrepareProgress], None]
 
 
 def build_progress_log() -> ProgressCallback:
-    """A callback that logs the progress every LOG_SECONDS."""
+    """Return a callback that logs the progress every LOG_SECONDS."""
     last = time.monotonic()
 
     def report(progress: PrepareProgress) -> None:
@@ -85,7 +88,8 @@ def build_progress_log() -> ProgressCallback:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of the preparation. None changes the tokens; shard_tokens changes where they are cut into shards."""
+    """Options of the preparation. They do not change the tokens; shard_tokens changes where the
+    shards are cut."""
 
     processes: int = 1
     shard_tokens: int = SHARD_TOKENS
@@ -94,13 +98,14 @@ class PrepareOptions:
 
 
 class CorpusLimits:
-    """Decides which documents still fit into a corpus of data.max_tokens, given the progress so far."""
+    """Decides which documents still fit into a corpus of data.max_tokens tokens, given the progress
+    so far."""
 
     def __init__(self, config: DataConfig, progress: PrepareProgress) -> None:
         self.progress = progress
         self._fraction = config.heldout_fraction
         self.seq_len = config.seq_len if config.format == "chat" else None
-        """Length of the sequences in which conversations are packed; None for text."""
+        """Length of the sequences into which conversations are packed; None for text."""
         self.train = math.inf if config.max_tokens is None else config.max_tokens
         self._heldout = self.train * config.heldout_fraction
 
@@ -112,23 +117,25 @@ class CorpusLimits:
         return document.is_end or is_heldout(document.key, self._fraction)
 
     def has_place(self, document: Document) -> bool:
-        """Whether the document's split is not yet full; a full split stays full."""
+        """Return whether the document's split is not yet full. A full split stays full."""
         if self.is_heldout(document):
             return self.progress.heldout_tokens < self._heldout
         return self.progress.train_tokens < self.train
 
     def share(self, document: Document) -> float | None:
-        """Share of the work that is done once this document is, 0 to 1; None if unknown."""
+        """Return the share of the work that is done once this document is, 0 to 1; None if
+        unknown."""
         return document.share if math.isinf(self.train) else min(self.progress.train_tokens / self.train, 1.0)
 
 
 def chat_template(config: DataConfig) -> str | None:
-    """The template of the conversations of `config`; None if it reads text."""
+    """Return the template of the conversations of `config`; None if it reads text."""
     return config.chat_template if config.format == "chat" else None
 
 
 def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> ShardCounts:
-    """Write the missing shards of one source and return the totals of all. Only one process may call it at a time.
+    """Write the missing shards of one source and return the totals of all. Only one process may
+    call it at a time.
 
     Raises InputError if the source is broken or the disk is full; finished shards stay.
     """
@@ -152,7 +159,7 @@ def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> S
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError into an InputError that says how to cure it."""
+    """Turn an OSError into an InputError that tells the user what to do."""
     try:
         yield
     except OSError as error:
@@ -164,7 +171,7 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 def _unread_documents(config: DataConfig, skip: int) -> Generator[Document, None, None]:
     documents: Iterable[Document] = build_source(config).documents()
-    if config.format == "text":  # half a conversation is none
+    if config.format == "text":  # The end of a conversation makes no sense without its beginning.
         documents = hold_out_an_end(documents, config.heldout_fraction)
     yield from islice(documents, skip, None)
 
@@ -174,7 +181,7 @@ def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits
     progress = limits.progress
     for encoded in stream:
         document, shard = encoded.document, progress.shard
-        # Checked again, because the split may have become full since the document was encoded.
+        # Check again, because the split may have become full since the document was encoded.
         if limits.has_place(document):
             _add(encoded, limits)
         shard.counts.num_read += 1
@@ -190,7 +197,7 @@ def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits
 
 
 def _add(encoded: EncodedDocument, limits: CorpusLimits) -> None:
-    """Add a document to its split; a conversation behind the padding that it needs."""
+    """Add a document to its split. A conversation is preceded by the padding that it needs."""
     if limits.seq_len is not None:
         _add_conversation(encoded, limits, limits.seq_len)
     elif limits.is_heldout(encoded.document):
@@ -215,13 +222,14 @@ def _add_conversation(encoded: EncodedDocument, limits: CorpusLimits, seq_len: i
 
 
 def describe_losses(counts: ShardCounts, seq_len: int) -> str:
-    """What sequences of this length do not hold of conversations, as a line for the user; empty if they hold all."""
+    """Return a line about conversations that sequences of this length cut or leave out; empty if
+    they hold all."""
     if not counts.unlearned and not counts.cut:
         return ""
     read = counts.train_documents + counts.heldout_documents + counts.unlearned
     return (
-        f"of {read} conversations, {counts.unlearned} are left out, as their answers begin behind data.seq_len="
-        f"{seq_len}, and {counts.cut} are cut there"
+        f"of {read} conversations, {counts.unlearned} are left out, because their answers begin after data.seq_len="
+        f"{seq_len} tokens, and {counts.cut} are cut there"
     )
 
 

@@ -1,12 +1,14 @@
-"""Token files in shards of bounded size with an index of their documents, readable as if they were one file.
+"""Token files in shards of bounded size, with an index of their documents, readable as if they were
+one file.
 
     00000/train.bin      token ids, uint16 or uint32; every document ends with eos
           train.ends     int64: end of each document, in tokens from the start of the shard
           heldout.bin  heldout.ends
-          shard.json     totals of the shard, as in Counts
+          shard.json     totals of the shard, see ShardCounts
     00001/...
 
-A shard is written to a neighbouring folder and renamed when complete, so a shard that exists is finished.
+A shard is written to a neighbouring folder and renamed when complete, so every folder with the name
+of a shard is finished.
 """
 
 import json
@@ -30,7 +32,7 @@ COUNTS = "shard.json"
 
 
 class Tokens(Protocol):
-    """A sequence of token ids whose slices are arrays; a numpy array is one, too."""
+    """A sequence of token ids whose slices are arrays, for example a numpy array."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +48,8 @@ class ShardedTokens:
     """
 
     def __init__(self, pieces: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> None:
-        """`ends` are the document ends of each piece, counted from the start of that piece."""
+        """Join `pieces`. `ends` are the document ends of each piece, counted from the start of that
+        piece."""
         assert pieces and len(pieces) == len(ends), f"{len(pieces)} pieces, {len(ends)} indices"
         self._pieces = pieces
         self._ends = ends
@@ -56,7 +59,8 @@ class ShardedTokens:
         return self._starts[-1]
 
     def __getitem__(self, index: slice, /) -> np.ndarray:
-        """Tokens of a range without a step; a mapped view, not a copy, if one shard holds the range."""
+        """Return the tokens of a range without a step. The result is a mapped view, not a copy, if
+        one shard holds the range."""
         start, stop, step = index.indices(len(self))
         assert step == 1, f"got step {step}, need 1"
         piece = min(bisect_right(self._starts, start), len(self._pieces)) - 1
@@ -67,7 +71,8 @@ class ShardedTokens:
         return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
     def split(self, at: int) -> "tuple[ShardedTokens, ShardedTokens]":
-        """The first `at` tokens and the rest. A document that is cut ends in the first, and goes on in the second."""
+        """Return the first `at` tokens, and the rest. A document that crosses the cut is divided
+        between the two."""
         pieces: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         indices: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         for piece, ends, start in zip(self._pieces, self._ends, self._starts, strict=False):
@@ -79,7 +84,7 @@ class ShardedTokens:
         return ShardedTokens(pieces[0], indices[0]), ShardedTokens(pieces[1], indices[1])
 
     def document_ends(self) -> np.ndarray:
-        """End of each document, int64; the last end is the number of tokens."""
+        """Return the end of each document, int64. The last end is the number of tokens."""
         absolute = [ends + start for ends, start in zip(self._ends, self._starts, strict=False)]
         # A limit on the number of tokens may have cut off the end of the last document.
         return np.minimum(np.concatenate(absolute), len(self))
@@ -90,7 +95,8 @@ class ShardCounts:
     """Totals of one shard, or of several together."""
 
     num_read: int = 0
-    """Number of documents read from the source, including those that were left out because their split was full."""
+    """Number of documents read from the source, including documents that were left out because
+    their split was full."""
     train_documents: int = 0
     train_tokens: int = 0
     heldout_documents: int = 0
@@ -98,9 +104,10 @@ class ShardCounts:
     heldout_bytes: int = 0
     """Number of UTF-8 bytes of the held-out text."""
     unlearned: int = 0
-    """Conversations that were left out, as all their answers lie behind the end of a sequence."""
+    """Number of conversations that were left out because all their answers lie after the end of a
+    sequence."""
     cut: int = 0
-    """Conversations of which the end was left out."""
+    """Number of conversations whose end was left out."""
 
     def __add__(self, other: "ShardCounts") -> "ShardCounts":
         ours, theirs = asdict(self), asdict(other)
@@ -109,7 +116,7 @@ class ShardCounts:
 
 @dataclass
 class ShardBuilder:
-    """A shard being filled in memory."""
+    """A shard that is being collected in memory."""
 
     counts: ShardCounts = field(default_factory=ShardCounts)
     tokens: dict[SplitName, bytearray] = field(default_factory=lambda: {split: bytearray() for split in SPLITS})
@@ -135,7 +142,8 @@ class ShardBuilder:
         self.ends["heldout"].append(self.counts.heldout_tokens)
 
     def pad(self, split: SplitName, ids: np.ndarray) -> None:
-        """Append ids that belong to no document; the last document of the split ends after them."""
+        """Append ids that belong to no document of their own; they are added to the split's last
+        document."""
         if split == "train":
             self.counts.train_tokens += len(ids)
         else:
@@ -158,7 +166,8 @@ def publish_shard(folder: Path, number: int, shard: ShardBuilder) -> None:
 
 
 def finished_shards(folder: Path) -> list[ShardCounts]:
-    """Totals of each finished shard, in order. Raises InputError if one is damaged."""
+    """Return the totals of each finished shard, in order. Raises InputError if a shard is
+    damaged."""
     shards = []
     while (shard := shard_folder(folder, len(shards))).exists():
         try:
@@ -172,7 +181,8 @@ def finished_shards(folder: Path) -> list[ShardCounts]:
 
 
 def open_split(folder: Path, split: SplitName, dtype: str, num_tokens: int) -> ShardedTokens:
-    """Map the first num_tokens tokens of one split into memory. Raises InputError if a file has the wrong size."""
+    """Map the first num_tokens tokens of one split into memory. Raises InputError if a file has the
+    wrong size."""
     pieces, ends, left = [], [], num_tokens
     for number, counts in enumerate(finished_shards(folder)):
         shard, sizes = shard_folder(folder, number), asdict(counts)

@@ -1,6 +1,7 @@
-"""Where the stages of a run, and islands with sources of their own, read the text.
+"""Find the positions at which stages of a run, and islands with sources of their own, read the
+text.
 
-Each stage goes on behind the blocks that earlier ones have begun.
+Each stage continues after the blocks that earlier stages have begun.
 """
 
 from collections.abc import Sequence
@@ -10,14 +11,16 @@ from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, OneOr
 
 
 class BlockOrder:
-    """The order of the sequences of a source that is read in blocks: those of a block follow each other."""
+    """The order of the sequences of a source that is read in blocks. The sequences of a block
+    follow each other."""
 
     def __init__(self, order: OneOrder, first_block: int, per_block: int) -> None:
-        """`order` is that of the blocks, of which the first ones are left out."""
+        """Order sequences by blocks. `order` is the order of the blocks; blocks before
+        `first_block` are left out."""
         self._order, self._first_block, self._per_block = order, first_block, per_block
 
     def __getitem__(self, position: int) -> int:
-        """Index of the sequence at `position` >= 0, counted in sequences."""
+        """Return the index of the sequence at `position` >= 0, counted in sequences."""
         block, inside = divmod(position, self._per_block)
         return self._order[self._first_block + block] * self._per_block + inside
 
@@ -31,19 +34,21 @@ class StageReading(NamedTuple):
 
 
 class StageStart(NamedTuple):
-    """Where the reading of a stage begins. Stages read whole blocks of text, which are as long as the longest sequence
-    of all stages, so none reads what another has read in the same epoch."""
+    """Where the reading of a stage begins. Stages read whole blocks of text, which are as long as
+    the longest sequence of all stages. Two stages therefore never read the same text in the same
+    epoch."""
 
     unit: int = 0
-    """The first unit of the stage."""
+    """Number of the first unit of the stage."""
     blocks: tuple[int, ...] = ()
-    """Blocks of each source that earlier stages have begun; empty: none."""
+    """Number of blocks of each source that earlier stages have begun; empty: none."""
     block_len: int | None = None
-    """Tokens of a block; None: those of a sequence."""
+    """Number of tokens in a block; None: as many as in a sequence."""
 
 
 def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int, int]], seed: int) -> StageStart:
-    """Where the stage after `borders` begins: (first unit never leased in the stage before, first unit) of each."""
+    """Return where the next stage begins. `borders` has a pair for each earlier stage: the first
+    unit that was never leased in it, and the first unit of the stage after it."""
     block_len, unit = max(stage.seq_len for stage in stages), 0
     blocks = [0] * len(stages[0].weights)
     for stage, (end, first) in zip(stages, borders, strict=False):
@@ -56,33 +61,38 @@ def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int
 
 
 class OwnSource(NamedTuple):
-    """A source that this island reads and not all others."""
+    """A source that this island reads, but not all other islands do."""
 
     number: int
-    """Its number among the texts of the island."""
+    """Number of the source among the texts of the island."""
     order: OneOrder
     reader: tuple[int, int]
-    """The number of this island among those that read it, and how many they are."""
+    """This island's number among the islands that read the source, and the number of these
+    islands."""
 
 
 class SiteOrder:
-    """The reading order of an island that has sources of its own, besides those that all islands read.
+    """The reading order of an island that has sources of its own, besides the sources that all
+    islands read.
 
-    The island's n-th unit, counted in committed rounds, takes its sequences of each own source where the one before
-    ended; the rest of it are the first sequences of the leased unit. Those whose place is taken are not read.
+    The island's n-th unit, counted in committed rounds, begins with sequences of its own sources.
+    They continue where the unit before ended. The rest of the unit is filled with the first
+    sequences of the leased unit; the last sequences of the leased unit are not read.
     """
 
     def __init__(self, own: Sequence[OwnSource], weights: Sequence[float], shared: MixedOrder, size: int) -> None:
-        """`weights` are those of the own sources, and at last of all others together. `size`: sequences of a unit.
+        """Mix own and shared sources. `weights` has one weight for each own source, and a last one
+        for all shared sources together. `size`: number of sequences in a unit.
 
-        `shared` gives the number of a source among all of the island's.
+        `shared` numbers its sources as the texts of the island.
         """
         self._own, self._shares, self._shared, self._size = own, MixtureShares(weights), shared, size
         self._first = 0
         self._places: list[MixturePosition] = []
 
     def enter(self, unit: int, number: int) -> None:
-        """The next positions are those of this unit, which is the island's `number`-th."""
+        """Set the unit that the next positions belong to. `number` is its number among the island's
+        units."""
         before, after = (self._shares.counts(n * self._size) for n in (number, number + 1))
         self._first = unit * self._size
         own = [
@@ -94,10 +104,10 @@ class SiteOrder:
         self._places = own + [self._shared[position] for position in rest]
 
     def __getitem__(self, position: int) -> MixturePosition:
-        """Source and sequence at a position of the unit."""
+        """Return source and sequence at a position of the unit."""
         return self._places[position - self._first]
 
     def count_sources(self, num_sources: int) -> tuple[int, ...]:
-        """Sequences of each source in the unit."""
+        """Return the number of sequences of each source in the unit."""
         read = [place.source for place in self._places]
         return tuple(read.count(source) for source in range(num_sources))

@@ -18,9 +18,11 @@ from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.errors import InputError
 
 CHUNK_CHARACTERS = 1 << 18
-"""Characters sent to a worker at a time: few enough to fit its cache, enough that sending costs next to nothing."""
+"""Number of characters that are sent to a worker at a time: small enough for its cache, and large
+enough that the cost of sending does not matter."""
 CHUNKS_AHEAD = 3
-"""Chunks in flight for each worker, so that no worker waits while other results are written."""
+"""Number of chunks in flight per worker, so that no worker waits while other results are
+written."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ EncodedDocuments = Generator[EncodedDocument, None, None]
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
-    """The smaller of uint16 and uint32 that holds every id."""
+    """Return the smaller of uint16 and uint32 that holds every id."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
@@ -48,11 +50,12 @@ def tokenise_documents(
     is_wanted: DocumentFilter,
     template: str | None = None,
 ) -> EncodedDocuments:
-    """Yield all documents in order, for any number of processes. Close the generator if it is not exhausted.
+    """Yield all documents in order, for any number of processes. Close the generator if it is not
+    exhausted.
 
-    `tokenizer`: the arguments of `build_tokenizer`. With `template` the documents are conversations, and their ids are
-    coded (inner/data/chat/coding.py).
-    is_wanted may be called some documents ahead of the one yielded. Raises InputError if a worker process died.
+    `tokenizer`: the arguments of `build_tokenizer`. With `template` the documents are
+    conversations, and their ids are coded (inner/data/chat/coding.py). is_wanted may be called for
+    documents that come later than the one yielded. Raises InputError if a worker process died.
     """
     if processes > 1:
         yield from _tokenise_in_pool(documents, tokenizer, processes, is_wanted, template)
@@ -70,7 +73,7 @@ def _tokenise_in_pool(
     is_wanted: DocumentFilter,
     template: str | None,
 ) -> EncodedDocuments:
-    # A fork would copy locks that threads of this process hold.
+    # A fork would copy locks that other threads of this process hold.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, initializer=_initialise_worker, initargs=(tokenizer,))
     ahead: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
@@ -84,8 +87,8 @@ def _tokenise_in_pool(
             yield from _pair_with_ids(*ahead.popleft())
     except BrokenProcessPool:
         raise InputError(
-            f"a tokeniser process died, perhaps for lack of memory; run it again with fewer than {processes} "
-            "--processes: finished shards stay"
+            "a tokeniser process died, perhaps for lack of memory; run it again with --processes "
+            f"below {processes}: finished shards stay"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -109,7 +112,8 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None) -> list[np.ndarray]:
-    """Token ids of each text between bos, if there is one, and eos; an empty array for None."""
+    """Return the token ids of each text, with bos (if there is one) before and eos after it; an
+    empty array for None."""
     if template is not None:
         nothing = np.empty(0, DTYPE)
         return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
@@ -118,14 +122,16 @@ def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None)
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Token ids of a document as it is trained on, uint32: bos if there is one, the text, eos."""
+    """Return the token ids of a document for training, uint32: bos if there is one, the text,
+    eos."""
     begin = [] if tokenizer.first_id is None else [tokenizer.first_id]
     ids = [np.array(begin, np.uint32), tokenizer.encode(text), np.array([tokenizer.eos_id], np.uint32)]
     return np.concatenate(ids)
 
 
 _worker_tokenizers: list[Tokenizer] = []
-"""The tokenizer of a worker process of `_tokenise_in_pool`: a pool offers no other place to keep state."""
+"""The tokenizer of a worker process of `_tokenise_in_pool`. It is global because a pool offers no
+other place for state."""
 
 
 def _initialise_worker(tokenizer: TokenizerChoice) -> None:
@@ -134,7 +140,7 @@ def _initialise_worker(tokenizer: TokenizerChoice) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this worker with its parent: a killed parent cannot shut down its pool."""
+    """End this worker when its parent ends, because a killed parent cannot shut down its pool."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -16,20 +16,19 @@ from inner.files import home_path
 from inner.foreign.files import open_file, read_file
 
 MAX_TOKENIZER_BYTES = 1 << 28
-"""Of a tokenizer.json. That of 262,144 tokens has 33 MB."""
+"""Largest size of a tokenizer.json. A tokenizer with 262,144 tokens has 33 MB."""
 
 WELL_KNOWN = {"gpt2": 50257, "openai-community/gpt2": 50257}
-"""Vocabulary of tokenizers on the hub that are not on every machine and that will not change."""
+"""Vocabulary sizes of tokenizers on the hub that will not change. They are needed on machines
+without these tokenizers."""
 
 
 class Tokenizer(Protocol):
-    """Maps text to token ids below vocab_size and back; eos_id ends every document and is never returned by encode.
+    """Maps text to token ids below vocab_size and back. eos_id ends every document, and encode
+    never returns it.
 
-    >>> tokenizer: Tokenizer = build_tokenizer("bytes")
-    >>> tokenizer.encode("Hi").tolist()
-    [72, 105]
-    >>> tokenizer.decode([72, 105, tokenizer.eos_id])
-    'Hi'
+    >>> tokenizer: Tokenizer = build_tokenizer("bytes") >>> tokenizer.encode("Hi").tolist() [72,
+    105] >>> tokenizer.decode([72, 105, tokenizer.eos_id]) 'Hi'
     """
 
     @property
@@ -40,25 +39,28 @@ class Tokenizer(Protocol):
 
     @property
     def first_id(self) -> int | None:
-        """Id that is put before every document; None if nothing is."""
+        """Id that is put before every document; None if there is none."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of the text, 1-D uint32, without eos. Special markers in the text are treated as plain text."""
+        """Return the token ids of the text, 1-D uint32, without eos. Special markers in the text
+        are treated as plain text."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids, without special tokens."""
+        """Return the text of the ids, without special tokens."""
         ...
 
     def token_id(self, name: str) -> int | None:
-        """Id of the token of this name; None if there is none."""
+        """Return the id of the token with this name; None if there is none."""
         ...
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """Ids of each piece of a text, which together are those of the whole. `pieces`: text, whether it is a marker.
+        """Return the ids of each piece of a text. Together they are the ids of the whole text.
+        `pieces`: text, whether it is a marker.
 
-        A marker such as <|im_end|> becomes the special token of this name if there is one, and is text otherwise.
+        A marker such as <|im_end|> becomes the special token of this name if there is one, and is
+        text otherwise.
         """
         ...
 
@@ -72,32 +74,34 @@ class BytesTokenizer:
     first_id = None
 
     def encode(self, text: str) -> np.ndarray:
-        """One id per byte; a lone surrogate, which has no UTF-8 bytes, becomes a question mark."""
+        """Return one id per byte. A lone surrogate, which has no UTF-8 bytes, becomes a question
+        mark."""
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the bytes; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of the bytes. Invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
     def token_id(self, name: str) -> int | None:
-        """Bytes have no names."""
+        """Return None, because bytes have no names."""
         return None
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """Bytes have no special tokens with names, so every marker is text."""
+        """Return the ids of each piece. There are no special tokens with names, so every marker is
+        text."""
         return [self.encode(text) for text, _ in pieces]
 
 
 def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """Load `bytes`, a tokenizer.json by path, or a tokenizer of the hub by name.
 
-    `eos` and `bos` are names of tokens, as in data.eos and data.bos. Raises InputError if the tokenizer does not exist
-    or has no end-of-text token or not these.
+    `eos` and `bos` are names of tokens, as in data.eos and data.bos. Raises InputError if the
+    tokenizer does not exist, has no end-of-text token, or does not have the tokens `eos` and `bos`.
     """
     if name == "bytes":
         if eos is not None or bos is not None:
             raise InputError(
-                "data.eos and data.bos name tokens of a tokenizer.json, and bytes have none; leave them out"
+                "data.eos and data.bos name tokens of a tokenizer.json, but data.tokenizer is bytes; leave them out"
             )
         return BytesTokenizer()
     if _is_file_name(name):
@@ -107,7 +111,8 @@ def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -
 
 
 def known_vocab_size(name: str) -> int | None:
-    """Vocabulary of a tokenizer on the hub, without a network: from the cache, or as everybody knows it; or None."""
+    """Return the vocabulary size of a tokenizer on the hub without using the network: from the
+    cache or WELL_KNOWN, or None."""
     import huggingface_hub
 
     try:
@@ -120,7 +125,7 @@ def known_vocab_size(name: str) -> int | None:
 
 
 def describe_ends(tokenizer: Tokenizer) -> str:
-    """Where documents begin and end, as a line for the user."""
+    """Return a line for the user about where documents begin and end."""
     if not isinstance(tokenizer, LibraryTokenizer):
         return "documents end with the byte tokenizer's eos"
     begin = "" if tokenizer.bos is None else f"begin with {tokenizer.bos} ({tokenizer.first_id}, data.bos) and "
@@ -131,7 +136,8 @@ def describe_ends(tokenizer: Tokenizer) -> str:
 
 
 def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
-    """What distinguishes texts by their ends; empty where they are those that a tokenizer of these names always had."""
+    """Return ids that distinguish texts with other document ends. Empty if the ends are the same as
+    in older versions of this program, so that their caches stay valid."""
     if not isinstance(tokenizer, LibraryTokenizer):
         return []
     usual = next((name for name in EOS_NAMES if tokenizer.token_id(name) is not None), None)
@@ -140,7 +146,7 @@ def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
 
 
 def tokenizer_fingerprint(name: str) -> str:
-    """Identity of the tokenizer: its name, or a hash of its file; needs no network."""
+    """Return the identity of the tokenizer: its name, or a hash of its file. Needs no network."""
     if name != "bytes" and _is_file_name(name):
         with open_file(_tokenizer_file(name)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -148,7 +154,8 @@ def tokenizer_fingerprint(name: str) -> str:
 
 
 def tokenizer_folder(name: str) -> Path | None:
-    """Folder of a tokenizer.json given by path; None for `bytes` and for a name on the hub."""
+    """Return the folder of a tokenizer.json given by path; None for `bytes` and for a name on the
+    hub."""
     return _tokenizer_file(name).parent if name != "bytes" and _is_file_name(name) else None
 
 

@@ -1,13 +1,15 @@
-"""One inner step of a rank on an accelerator that computes nothing: its memory, traffic and host reads, at any size.
+"""One inner step of a rank on an accelerator that computes nothing. It shows memory, traffic and
+host reads at any size.
 
-    accelerator.py     the device: torch believes in it, and tensors on it have shapes and no values
-    world.py           the process as one rank of an island of any size, whose other ranks do not exist
-    comm_counter.py    counts what a rank sends
+    accelerator.py     the device: torch accepts it as an accelerator, and tensors on it have shapes but no values
+    world.py           makes the process one rank of an island of any size, whose other ranks do not exist
+    comm_counter.py    counts the bytes that a rank sends
     live_bytes.py      counts memory on a device
-    step_tracker.py    counts that and crossings between device and host
-    case.py            what is rehearsed, and what came of it
-    kernels.py         torch's choice of kernels, made as for CUDA
-    rehearsal.py       builds the trainer and makes the step; the unmodified trainer, on the CPU build of torch
+    step_tracker.py    counts memory, and copies and reads between device and host
+    case.py            the input and the result of a dry run
+    kernels.py         makes torch choose the kernels that it chooses for CUDA
+    rehearsal.py       builds the trainer and makes the step, with the unmodified trainer and a CPU build of torch
 
-Everything here changes the process for good: run it in one of its own (`python -m inner.dry_run`, see __main__.py).
+All of this changes the process permanently, so run it in a process of its own (`python -m
+inner.dry_run`, see __main__.py).
 """

@@ -1,6 +1,7 @@
-"""`python -m inner.dry_run`: reads a Rehearsal as JSON from standard input, writes its RehearsalResult to the output.
+"""`python -m inner.dry_run`: read a Rehearsal as JSON from standard input and write its
+RehearsalResult to the output.
 
-What is wrong with the input is said in one line on standard error, with exit status 1.
+If the input is wrong, it prints one line to standard error and exits with status 1.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""A device of torch's that computes nothing. Tensors on it are made in a FakeTensorMode, which gives them shapes only.
+"""A torch device that computes nothing. Tensors on it are created in a FakeTensorMode, which gives
+them shapes only.
 
-torch keeps one place for devices that others bring (PrivateUse1), and this takes it. A fake "cuda" would not do: a
-torch without CUDA cannot run a backward there, nor open the streams that FSDP asks for. Mixing this device's tensors
-with those of the CPU is an error, as on a real one.
+torch has one slot for devices from outside of torch (PrivateUse1), and this device uses it. A fake
+"cuda" would not work: a torch without CUDA cannot run a backward there, and cannot open the streams
+that FSDP asks for. Mixing tensors of this device with CPU tensors is an error, as on a real device.
 """
 
 from collections import Counter
@@ -17,11 +18,12 @@ from inner.errors import InputError
 DEVICE_TYPE = "dryrun"
 _is_registered = False
 WAITS: Counter[str] = Counter()
-"""How often the host has waited until the device had done all before, by what it waited for."""
+"""Number of times that the host has waited for all earlier work of the device, by what it waited
+for."""
 
 
 class _Event:
-    """A point in a stream that is reached at once."""
+    """A point in a stream, which is always reached."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -36,7 +38,7 @@ class _Event:
 
 
 class _Stream:
-    """A queue that is always empty."""
+    """A queue of work that is always empty."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.device = torch.device(DEVICE_TYPE, 0)
@@ -59,7 +61,7 @@ class _Stream:
 
 
 class _Backend:
-    """What torch asks of a module such as `torch.cuda`."""
+    """The functions that torch expects of a device module such as `torch.cuda`."""
 
     Stream, Event = _Stream, _Event
 
@@ -101,11 +103,12 @@ class _Backend:
 
 
 def register() -> None:
-    """Make torch know the device, for the rest of this process. Raises InputError if this torch cannot."""
+    """Register the device with torch for the rest of this process. Raises InputError if this
+    version of torch cannot do that."""
     global _is_registered
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if setup is None:
-        raise InputError(f"a dry run needs torch 2.12 or later, and this is {torch.__version__}")
+        raise InputError(f"a dry run needs torch 2.12 or later, but this is {torch.__version__}")
     if not _is_registered:
         setup(DEVICE_TYPE, backend_module=_Backend())
         _is_registered = True

@@ -1,4 +1,4 @@
-"""What is rehearsed, and what came of it. No torch here."""
+"""The input and the result of a dry run. No torch here."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from inner.model.sizes import ModelSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What is built, and which of its ranks makes a step."""
+    """The model and mesh to build, and the rank that makes a step."""
 
     sizes: ModelSizes
     degrees: Degrees
@@ -26,20 +26,23 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalResult:
-    """What one rank's second inner step has taken; in the first one the optimizer makes its state."""
+    """The cost of one rank's second inner step. In the first step the optimizer creates its
+    state."""
 
     rank: int
     coordinates: dict[str, int]
-    """The rank's place on each axis of the mesh."""
+    """The rank's coordinate on each axis of the mesh."""
     num_params: int
-    """Parameters that this rank holds."""
+    """Number of parameters that this rank holds."""
     peak_bytes: int
-    """The most memory of the device at once."""
+    """Peak of the device's memory, in bytes."""
     traffic: list[TrafficRow]
-    """What this rank sends, by axis and operation."""
+    """The bytes that this rank sends, by axis and operation."""
     crossings: dict[str, int]
-    """Reads by the host and copies between device and host, by what and where."""
+    """Number of reads by the host and of copies between device and host, by kind and place in the
+    code."""
     misplaced: dict[str, int]
-    """Collectives of tensors that are not on the device; each would be slow or fail."""
+    """Number of collectives on tensors that are not on the device, by kind and place; they would be
+    slow or fail."""
     seconds: float
-    """Time that all of this has taken here."""
+    """Duration of the dry run itself."""

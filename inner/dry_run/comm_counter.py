@@ -1,4 +1,4 @@
-"""Counts calls and bytes of every collective between an island's ranks, by mesh axis."""
+"""Count calls and bytes of every collective between an island's ranks, by mesh axis."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from inner.mesh import IslandMesh
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 SCALARS_BYTES = 64
-"""Collectives up to this size are bookkeeping: losses, norms, counts."""
+"""Collectives of at most this size are counted as bookkeeping: losses, norms, counts."""
 
 OPS = {
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
@@ -31,7 +31,7 @@ OPS = {
     "gather": "gather_",
     "scatter": "scatter_",
     "send": "send isend",
-    # These send nothing from this rank, or too little to count; a receive is counted by its sender.
+    # This rank sends nothing in these, or too little to count. A receive is counted by its sender.
     "": "recv_ recv_any_source_ irecv barrier monitored_barrier_",
 }
 """torch's names for each operation, in all namespaces."""
@@ -39,24 +39,27 @@ _OP_OF = {name: op for op, names in OPS.items() for name in names.split()}
 
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 GROUPS = ("process_group", "group_name")
-"""Names of the arguments of torch's operations that hold this rank's input, and the group."""
+"""Names of the arguments of torch's operations that hold the process group."""
 
 
 class CommCounter(TorchDispatchMode):
-    """Counts everything that this rank sends inside `with CommCounter(groups) as counter`, in `counter.rows`.
+    """Counts everything that this rank sends inside `with CommCounter(groups) as counter`, in
+    `counter.rows`.
 
-    `groups` maps each axis to its process group, see island_groups. A group that two axes share is counted as `a+b`; an
-    unknown group counts for the axis with the same ranks, or else as `other`. Groups of a single rank are left out,
-    because nothing leaves the rank. Calls of this thread are counted, as are those that autograd makes for it in other
-    threads (the backward on a CUDA device), but not those of other Python threads. Every operation takes some
-    microseconds more, so count single steps. Compiled blocks stay compiled, and are counted.
+    `groups` maps each axis to its process group, see island_groups. A group that two axes share is
+    counted as `a+b`. An unknown group counts for the axis with the same ranks, or else as `other`.
+    Groups of a single rank are left out, because nothing leaves the rank. Calls of this thread are
+    counted, also those that autograd makes for it in other threads (the backward on a CUDA device),
+    but not those of other Python threads. Every operation takes some microseconds longer, so count
+    single steps only. Compiled blocks stay compiled, and are counted.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         super().__init__()
         self._axis_of: dict[str | tuple[int, ...], str] = {}
         for axis, group in groups.items():
-            # On a mesh with a single long axis, torch has the same group under several names.
+            # On a mesh with a single axis of more than one rank, torch has the same group under
+            # several names.
             first = self._axis_of.get(group.group_name)
             self._axis_of[group.group_name] = f"{first}+{axis}" if first else axis
             self._axis_of.setdefault(_ranks(group), axis)
@@ -69,14 +72,16 @@ class CommCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, as torch.compile would otherwise run everything uncompiled inside the counter."""
+        """Return True, because torch.compile would otherwise run everything uncompiled inside the
+        counter."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # A mode runs before a subclass. This lets DTensor go first; its collectives then come back here.
+            # A mode runs before a tensor subclass. Returning this lets DTensor go first; its
+            # collectives then come back here.
             return NotImplemented
         if isinstance(func, torch._ops.OpOverload) and func.namespace in NAMESPACES:
             self._count(func, args)
@@ -94,7 +99,7 @@ class CommCounter(TorchDispatchMode):
             return
         size = sum(_num_bytes(arguments[name]) for name in INPUTS if name in arguments)
         sent = sent_bytes(op, size, group.size())
-        # DTensor caches may hold groups of an equal mesh that was built earlier.
+        # DTensor's caches may hold groups of an equal mesh that was built earlier.
         axis = self._axis_of.get(group.group_name) or self._axis_of.get(_ranks(group), OTHER)
         key = axis, op if size > SCALARS_BYTES else SCALARS
         calls, total = self._totals.get(key, (0, 0))
@@ -102,13 +107,15 @@ class CommCounter(TorchDispatchMode):
 
 
 def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
-    """Process group of this rank along each axis of the mesh; the ranks that FSDP shards over form one axis."""
+    """Return the process group of this rank along each axis of the mesh. The ranks that FSDP shards
+    over form one axis."""
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     return groups | ({"cp": mesh.cp_group} if mesh.degrees.cp > 1 else {})
 
 
 def _group(group: Any) -> ProcessGroup:
-    """Process group of an operation; functional operations pass its name, others a boxed object."""
+    """Return the process group of an operation. Functional operations pass its name, others a boxed
+    object."""
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, str):
@@ -121,5 +128,5 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def _num_bytes(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
+    """Return the number of bytes of a tensor, or of all tensors in nested lists."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))

@@ -1,6 +1,8 @@
-"""torch chooses some kernels by the name of the device. Here it chooses for the dry run's device as it does for CUDA.
+"""Make torch choose kernels for the dry run's device as for CUDA. torch chooses some of them by the
+name of the device.
 
-Without this it would fall back to formulas that keep what no GPU keeps, as the whole matrix of attention scores.
+Without this, torch would use formulas that keep tensors which no GPU keeps, such as the matrix of
+all attention scores.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ _attention, _rms_norm = F.scaled_dot_product_attention, F.rms_norm
 
 
 def choose_as_cuda_does() -> None:
-    """For the rest of this process."""
+    """Choose kernels as for CUDA for the rest of this process."""
     F.scaled_dot_product_attention = _fused_attention
     F.rms_norm = _fused_rms_norm
 
@@ -31,7 +33,7 @@ def _fused_attention(
     assert attn_mask is None, "attention within documents has its own kernel"
     if query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
-    # The other kernel wants keys and values for each head.
+    # The other kernel needs the keys and values of each head.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout_p, is_causal)[0]
 
@@ -45,7 +47,7 @@ def _fused_rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps what CUDA's kernel keeps: its input, the weight, and a number in fp32 for each row."""
+    """Keeps what CUDA's kernel keeps: the input, the weight, and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:

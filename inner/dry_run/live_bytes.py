@@ -1,4 +1,4 @@
-"""Counts the bytes of all live tensors on one type of device, now and at the peak."""
+"""Count the bytes of all live tensors on one type of device, now and at the peak."""
 
 import weakref
 from collections.abc import Iterable
@@ -16,19 +16,20 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sees the operations of this thread inside `with LiveBytes(alive, "cpu") as live`; `alive` is there before."""
+    """Counts bytes during this thread's operations inside `with LiveBytes(alive, "cpu") as live`.
+    The tensors `alive` exist before."""
 
     def __init__(self, alive: Iterable[Tensor], device_type: str) -> None:
         super().__init__()
         self.now = self.peak = 0
-        """Bytes."""
+        """Number of bytes."""
         self._device_type = device_type
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._bytes: dict[int, int] = {}
         self._see(list(alive))
 
     def __enter__(self) -> "LiveBytes":
-        # FSDP frees gathered weights so.
+        # FSDP frees gathered weights by this method.
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)  # pyright: ignore
         return super().__enter__()
 
@@ -42,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
         return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operation on plain tensors."""
+        """Run one operation on plain tensors and count the tensors that it reads and returns."""
         out = func(*args, **kwargs)
         self._see([args, out])
         return out
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor inside a DTensor or an asynchronous one."""
+    """Return the plain tensor inside a DTensor or an asynchronous tensor."""
     while type(tensor) not in _PLAIN:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.elem  # pyright: ignore
     return tensor

@@ -1,4 +1,5 @@
-"""Where every parameter lies on a mesh, read off the model as it is built: without memory, values or other ranks."""
+"""Find where every parameter lies on a mesh by building the model without memory, values or other
+ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +24,16 @@ FSDP_AXIS = "fsdp"
 
 @dataclass(frozen=True)
 class PlacedParam:
-    """A parameter on the first rank of a pp coordinate, which has the most where ranks have unequal shares."""
+    """A parameter on the first rank of a pp coordinate. If ranks have unequal shares, the first
+    rank has the largest."""
 
     name: str
     shape: tuple[int, ...]
     pp: int
-    """The coordinate on pp of the ranks that hold it."""
+    """The pp coordinate of the ranks that hold the parameter."""
     cuts: tuple[tuple[str, str], ...]
-    """(axis, `rows` or `columns` or `whole`) for each axis of more than one rank: dp_replicate, fsdp, tp."""
+    """(axis, `rows`, `columns` or `whole`) for each of dp_replicate, fsdp and tp that has more than
+    one rank."""
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -39,13 +42,14 @@ class PlacedParam:
 def find_placements(
     model: ModelSizes | OwnModel, degrees: Degrees, parallel: ParallelConfig, seq_len: int
 ) -> list[PlacedParam]:
-    """All parameters by pp coordinate, in the order of the model; a tied table is in the first stage and the last.
+    """Return all parameters by pp coordinate, in the order of the model. A tied table occurs in the
+    first and the last stage.
 
-    Call it where no process group is open. Raises InputError if the mesh does not fit the model.
+    Call it while no process group is open. Raises InputError if the mesh does not fit the model.
     """
     with _rank_zero(degrees.num_ranks):
         mesh, nowhere = IslandMesh(degrees, "cpu"), torch.device("meta")
-        # A dtype that nothing is stored in: it changes what is computed with only.
+        # The compute dtype does not matter here, because parameters are stored in fp32.
         layout = Layout(model, seq_len, mesh, parallel, torch.bfloat16, nowhere)
         placed = [
             _place(name, param, degrees, pp)
@@ -56,7 +60,8 @@ def find_placements(
 
 
 def _all_stages(layout: Layout) -> list[tuple[int, Transformer]]:
-    """Each stage with its pp coordinate: they differ in layers alone, so one rank can build them all."""
+    """Build all stages and return each with its pp coordinate. They differ only in their layers, so
+    one rank can build all."""
     if isinstance(layout.model, OwnModel):
         return [(0, stage) for stage in build_stages(layout)]
     return [(pp, build_stage(layout, stage)) for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)]
@@ -84,14 +89,19 @@ def _place(name: str, param: Tensor, degrees: Degrees, pp: int) -> PlacedParam:
 
 
 def _cut(placement: Placement) -> str:
-    """FSDP's shard of what tp has cut by rows is strided and no Shard, but has a dimension, too."""
+    """Return the direction in which a placement cuts a parameter.
+
+    FSDP's shard of rows that tp has cut is a strided placement and not a Shard, but it also has a
+    `dim`.
+    """
     dim = getattr(placement, "dim", None)
     return "whole" if dim is None else ("rows", "columns")[dim]
 
 
 @contextmanager
 def _rank_zero(num_ranks: int) -> Iterator[None]:
-    """Inside, this process is the first of so many ranks, of which no other exists; collectives do nothing."""
+    """Make this process rank 0 of `num_ranks` inside the block. The other ranks do not exist, and
+    collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         yield

@@ -1,4 +1,5 @@
-"""One inner step of one rank on the dry run's device: the trainer as it is, at its real size."""
+"""Make one inner step of one rank on the dry run's device, with the real trainer at its real
+size."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ DEVICE = f"{DEVICE_TYPE}:0"
 
 
 class RehearsingCutter(Cutter):
-    """Cuts windows without values, each of them a single document."""
+    """Cuts windows without values. Each window is treated as a single document."""
 
     def pack(self, tokens_BT: Tensor) -> Packing:
         num_attended = tokens_BT.shape[1] if self.attends_everywhere else len(self.positions_S)
@@ -30,7 +31,8 @@ class RehearsingCutter(Cutter):
 
 
 class RehearsingTrainer(Trainer):
-    """A Trainer that cuts windows without values. The tokens that it reads are 1, so that no step is skipped."""
+    """A Trainer that cuts windows without values. StepTracker lets it read 1 as the number of
+    tokens, so that no step is skipped."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -38,7 +40,8 @@ class RehearsingTrainer(Trainer):
 
 
 def rehearse(case: Rehearsal) -> RehearsalResult:
-    """Make two inner steps and report on the second. Call it once in a process, which is of no use afterwards.
+    """Make two inner steps and report on the second. Call it once per process, and do nothing else
+    in the process afterwards.
 
     Raises InputError if the mesh does not fit the model.
     """
@@ -65,7 +68,8 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
 
 
 def build_rehearsing_trainer(case: Rehearsal, mesh: IslandMesh) -> Trainer:
-    """The trainer of this process's rank, in the world that it has entered. Call it `without_values`."""
+    """Build the trainer of this process's rank, after enter_world. Call it inside
+    `without_values`."""
     settings = TrainerSettings(
         device=DEVICE,
         compute_dtype=case.compute_dtype,
@@ -83,7 +87,7 @@ def _make_windows(case: Rehearsal, count: int) -> list[Tensor]:
 
 
 def _state_of(trainer: Trainer) -> Sequence[Tensor]:
-    """All tensors that a step leaves behind."""
+    """Return all tensors that remain after a step."""
     params = [param for stage in trainer.stages for param in stage.parameters()]
     buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]

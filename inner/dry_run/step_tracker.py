@@ -1,4 +1,5 @@
-"""Counts what a step does on the dry run's device: bytes alive, and crossings between device and host."""
+"""Count bytes alive, and copies and reads between device and host, in a step on the dry run's
+device."""
 
 import traceback
 from collections import Counter
@@ -17,21 +18,24 @@ from inner.dry_run.live_bytes import LiveBytes
 aten = torch.ops.aten
 PACKAGE = Path(__file__).parents[1]
 DEPTH = 2
-"""Number of lines of this package by which the place of a crossing is named."""
+"""Number of this package's stack frames that name the place of a crossing."""
 
 
 class StepTracker(LiveBytes):
-    """Sees every operation inside `with StepTracker(alive) as tracker`; the tensors `alive` are there before.
+    """Sees every operation inside `with StepTracker(alive) as tracker`. The tensors `alive` exist
+    before.
 
-    A value that the host reads from the device does not exist. The reader gets 1.
+    A value that the host reads from the device does not exist, so the host gets 1 instead.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
         super().__init__(alive, DEVICE_TYPE)
         self.crossings: Counter[str] = Counter()
-        """Reads by the host and copies between device and host, by what and where."""
+        """Number of reads by the host and of copies between device and host, by kind and place in
+        the code."""
         self.misplaced: Counter[str] = Counter()
-        """Collectives of tensors that are not on the device."""
+        """Number of collectives on tensors that are not on the device, by kind and place in the
+        code."""
 
     def __enter__(self) -> "StepTracker":
         super().__enter__()

@@ -1,4 +1,5 @@
-"""This process as one rank of an island of any size. The other ranks do not exist: collectives do nothing."""
+"""Make this process one rank of an island of any size. The other ranks do not exist, and
+collectives do nothing."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ _SHARD_METHODS = ("local_shard_size_and_offset", "_local_shard_size_and_offset")
 
 
 def enter_world(num_ranks: int, rank: int) -> None:
-    """Become rank `rank` of `num_ranks`, for the rest of this process. Raises InputError as `register`."""
+    """Become rank `rank` of `num_ranks` for the rest of this process. Raises InputError like
+    `register`."""
     register()
     choose_as_cuda_does()
     _patch_torch()
@@ -43,9 +45,10 @@ def enter_world(num_ranks: int, rank: int) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Inside, new tensors have shapes and no values."""
+    """Give new tensors inside the block shapes but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # torch.tensor(x, device=...) would otherwise make a real tensor on a device that has none.
+        # Without this, torch.tensor(x, device=...) would create a real tensor on a device that has
+        # no memory.
         torch._C._set_only_lift_cpu_tensors(True)
         try:
             yield
@@ -58,7 +61,8 @@ def _build_group(common: Any, options: Any) -> Any:
 
 
 def _patch_torch() -> None:
-    """Let those parts of torch compute with real tensors that need the values: meshes and the bounds of shards."""
+    """Let the parts of torch that need values compute with real tensors: meshes and the bounds of
+    shards."""
     for name in _MESH_METHODS:
         _with_values(DeviceMesh, name)
     DeviceMesh.mesh = property(_real(DeviceMesh.mesh.fget))  # pyright: ignore - a property of the class
@@ -89,7 +93,8 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-    """Stands for Module.to_empty, which gives tensors other contents; plain ones without values refuse that."""
+    """Replace Module.to_empty, which swaps the contents of tensors; plain tensors without values do
+    not support that."""
     if any(isinstance(param, DTensor) for param in self.parameters()):
         return _TO_EMPTY(self, device=device, recurse=recurse)
     for module in self.modules():
@@ -101,8 +106,9 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
 
 
 def _assume_static_shapes(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-    """Stands for the exchange in which neighbouring stages tell each other their shapes, which nobody would answer."""
-    # Here, because torch 2.11 lacks it, and never calls this.
+    """Replace the exchange in which neighbouring stages send each other their shapes. No other rank
+    would answer."""
+    # Imported here because torch 2.11 does not have it, and never calls this function.
     from torch.distributed.pipelining.stage import InferenceMode
 
     for stage in stages:

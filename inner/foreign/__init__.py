@@ -1,1 +1,2 @@
-"""What others have written: opened without waiting, bounded before it is read, and refused by name."""
+"""Input from other people: it is opened without waiting, limited before it is read, and refused
+with its name."""

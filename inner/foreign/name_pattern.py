@@ -1,8 +1,9 @@
-"""Regular expressions for names, found in steps that do not double with each character.
+"""Regular expressions for names, matched in time that does not grow exponentially with the length
+of the name.
 
-A config may come from a swarm, and Python's `re` tries every way to match: `(\\w+\\.?)+x!` never ends on a name. Here
-all ways are gone at once, as a set of places in the name. That a pattern matches is all that is asked; groups are not
-kept.
+A config may come from a swarm, and Python's `re` tries every way to match one after the other:
+`(\\w+\\.?)+x!` never finishes on a name. The matcher here follows all ways at once, as a set of
+places in the name. It finds only whether a pattern matches, and keeps no groups.
 """
 
 import re
@@ -28,40 +29,41 @@ class NamePattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        """Raises ValueError, which says why, if it is none, or asks for what is not computed here."""
+        """Parse the pattern. Raises ValueError with the reason if it is not valid, or uses a
+        feature that is not supported here."""
         if len(pattern) > MAX_LENGTH:
-            raise ValueError(f"it has {len(pattern)} characters, and at most {MAX_LENGTH} are read")
+            raise ValueError(f"it has {len(pattern)} characters, but at most {MAX_LENGTH} are allowed")
         try:
             self._items = _parser.parse(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(str(error)) from None
         if self._items.state.flags & ~re.UNICODE:
-            raise ValueError("it sets flags, as (?i) does, which are not computed here")
+            raise ValueError("it sets flags, as (?i) does, which are not supported here")
         _check(self._items, 0, 0)
 
     def is_in(self, name: str) -> bool:
-        """Whether a part of the name matches."""
+        """Return whether a part of the name matches."""
         return bool(_ends(self._items, name, set(range(len(name) + 1))))
 
 
 def _check(items: Iterable[Item], depth: int, repeats: int) -> None:
-    """Raise ValueError unless all instructions are known, and few lie within each other."""
+    """Raise ValueError unless all instructions are supported and they are not nested too deeply."""
     for op, argument in items:
         if op not in STEPS:
-            raise ValueError(f"it needs {str(op).lower()}, which is not computed here")
+            raise ValueError(f"it needs {str(op).lower()}, which is not supported here")
         if op is ops.SUBPATTERN and (argument[1] or argument[2]):
-            raise ValueError("it sets flags, as (?i:...) does, which are not computed here")
+            raise ValueError("it sets flags, as (?i:...) does, which are not supported here")
         if op is ops.ASSERT or op is ops.ASSERT_NOT:
             _check_width(*argument)
         nested = repeats + (op in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[1] > 1)
         if depth > MAX_DEPTH or nested > MAX_NESTED_REPEATS:
-            raise ValueError(f"it repeats what repeats, more than {MAX_NESTED_REPEATS} deep, or is nested too deeply")
+            raise ValueError(f"it has repeats nested more than {MAX_NESTED_REPEATS} deep, or is nested too deeply")
         for within in _within(op, argument):
             _check(within, depth + 1, nested)
 
 
 def _within(op: Any, argument: Any) -> Iterator[Iterable[Item]]:
-    """The sequences of instructions in an instruction."""
+    """Yield the sequences of instructions inside an instruction."""
     if op is ops.BRANCH:
         yield from argument[1]
     elif op in (ops.SUBPATTERN, ops.MAX_REPEAT, ops.MIN_REPEAT, ops.ASSERT, ops.ASSERT_NOT):
@@ -71,11 +73,12 @@ def _within(op: Any, argument: Any) -> Iterator[Iterable[Item]]:
 def _check_width(direction: int, items: Any) -> None:
     shortest, longest = items.getwidth()
     if direction < 0 and shortest != longest:
-        raise ValueError("what it looks back for has no fixed length")
+        raise ValueError("it has a look-behind without a fixed length")
 
 
 def _ends(items: Iterable[Item], name: str, starts: Places) -> Places:
-    """The places where a match of all items, one after the other, may end, if it begins at one of `starts`."""
+    """Return the places where a match of all items, one after the other, may end if it begins at
+    one of `starts`."""
     for op, argument in items:
         if not starts:
             break
@@ -111,7 +114,7 @@ def _repeat(argument: Any, name: str, starts: Places) -> Places:
     least, most, items = argument
     for _ in range(least):
         before, starts = starts, _ends(items, name, starts)
-        # After as many times as the name has characters, nothing new happens.
+        # After as many repeats as the name has characters, no new place can be reached.
         if starts == before:
             break
     reached, new = set(starts), starts
@@ -174,4 +177,4 @@ STEPS: dict[Any, Callable[[Any, str, Places], Places]] = {
     ops.ASSERT: _looks(True),
     ops.ASSERT_NOT: _looks(False),
 }
-"""For each instruction: the places after it, of those before it."""
+"""For each instruction: a function that maps the places before it to the places after it."""

@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else has written, parsed within limits."""
+"""JSON and YAML from other people, parsed within limits."""
 
 import json
 from functools import partial
@@ -11,9 +11,10 @@ from inner.errors import InputError
 from inner.foreign.files import read_file
 
 MAX_JSON_BYTES = 1 << 25
-"""The limit of a file of settings or an index. That of a model with 91,000 tensors has 9 MB."""
+"""Size limit of a file of settings or an index. The index of a model with 91,000 tensors has 9
+MB."""
 FREE_BYTES = 1 << 24
-"""Of shorter JSON the values are not counted: it takes at most some 500 MB."""
+"""The values of shorter JSON are not counted, because it takes at most some 500 MB of memory."""
 MAX_VALUES = 1 << 25
 MAX_YAML_CHARS = 1 << 22
 MAX_YAML_NODES = 1 << 18
@@ -22,7 +23,8 @@ MAX_DIGITS = 400
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also if it is too deep, or has more values than memory is for."""
+    """Return the value of a JSON text. Raises ValueError, also if it is nested too deeply or has
+    too many values."""
     if len(data) > FREE_BYTES and sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} commas and brackets")
     try:
@@ -32,7 +34,8 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """The value in a file of JSON of at most 32 MiB. Raises OSError, and InputError, which says `what` it is not."""
+    """Return the value in a JSON file of at most 32 MiB. Raises OSError, and InputError if it is
+    not `what` it should be."""
     try:
         return parse_json(read_file(path, MAX_JSON_BYTES))
     except InputError:
@@ -42,31 +45,32 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CHARS) -> Any:
-    """The value of a YAML text in plain types. Raises ValueError, also if it is longer or deeper than a config is.
+    """Return the value of a YAML text in plain types. Raises ValueError, also if it is longer or
+    deeper than a config is.
 
-    What an alias stands for is counted each time: with aliases a short text can stand for gigabytes. With `anchors`
-    False there may be none.
+    The values of an alias are counted at each use, because with aliases a short text can stand for
+    gigabytes. If `anchors` is False, anchors and aliases are refused.
     """
     if len(text) > most_chars:
-        raise ValueError(f"it has {len(text)} characters, and a config has at most {most_chars}")
+        raise ValueError(f"it has {len(text)} characters, but a config has at most {most_chars}")
     try:
         return yaml.load(text, partial(_BoundedLoader, anchors))  # pyright: ignore[reportArgumentType]
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (RecursionError, TypeError, OverflowError, LookupError, AttributeError) as error:
-        # The library meets an unhashable key, or a date or number that is none.
+        # The library raises these errors for an unhashable key, or for an invalid date or number.
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Counts nodes and levels while it reads."""
+    """A YAML loader that counts nodes and levels while it reads."""
 
     def __init__(self, allows_anchors: bool, text: str) -> None:
         super().__init__(text)
         self._allows_anchors = allows_anchors
         self._num_nodes = self._depth = 0
         self._sizes: dict[str, int] = {}
-        """Number of nodes in what an anchor names."""
+        """Number of nodes that each anchor stands for."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
@@ -95,7 +99,9 @@ class _BoundedLoader(yaml.SafeLoader):
     def _count(self, nodes: int) -> None:
         self._num_nodes += nodes
         if self._num_nodes > MAX_YAML_NODES:
-            raise yaml.YAMLError(f"it has more than {MAX_YAML_NODES} values, those that its aliases repeat included")
+            raise yaml.YAMLError(
+                f"it has more than {MAX_YAML_NODES} values, including the values that its aliases repeat"
+            )
 
 
 _BoundedLoader.add_constructor("tag:yaml.org,2002:int", _BoundedLoader.construct_yaml_int)

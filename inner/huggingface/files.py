@@ -1,4 +1,4 @@
-"""Finds and hashes the weights files of a model folder. No torch here."""
+"""Find and hash the weights files of a model folder. No torch here."""
 
 import hashlib
 import os
@@ -11,11 +11,12 @@ from inner.foreign.text import read_json
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 1 << 22
-"""Of a safetensors file. A tensor takes some 130 bytes."""
+"""Size limit of the header of a safetensors file. A tensor takes some 130 bytes of it."""
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, sorted by name. Raises InputError if there are none or one is missing."""
+    """Return the safetensors files of a model, sorted by name. Raises InputError if there are none
+    or one is missing."""
     with refused(f"{folder}: cannot be read", "copy it again"):
         return _find_weights(folder)
 
@@ -38,7 +39,8 @@ def _find_weights(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """SHA-256 of the concatenated weights files, sorted by name. For a single file it equals sha256sum."""
+    """Return the SHA-256 of the concatenated weights files, sorted by name. For a single file it
+    equals sha256sum."""
     digest = hashlib.sha256()
     for path in weights_files(folder):
         with open_file(path) as file:
@@ -47,9 +49,11 @@ def weights_sha256(folder: Path) -> str:
 
 
 def check_header(path: Path) -> None:
-    """Raise InputError if the header of a safetensors file is not there, or longer than one is; OSError.
+    """Raise InputError if the header of a safetensors file is missing or too long. May raise
+    OSError.
 
-    The library reads each of a million tensors in a header before it says how many there are.
+    The library would read all of a header's tensors, perhaps millions, before it reports how many
+    there are.
     """
     with open_file(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -62,7 +66,8 @@ def check_header(path: Path) -> None:
 
 
 def _read_index(index: Path) -> list[str]:
-    """Sorted file names in an index. Raises InputError if the index is damaged or names a path outside its folder."""
+    """Return the sorted file names in an index. Raises InputError if it is damaged or names a path
+    outside its folder."""
     try:
         names = sorted(set(read_json(index, "an index of safetensors files")["weight_map"].values()))
     except (OSError, KeyError, TypeError, AttributeError) as error:

@@ -1,6 +1,7 @@
-"""Converts between model sizes and a Hugging Face config.json. No torch here.
+"""Convert between model sizes and a Hugging Face config.json. No torch here.
 
-A config.json that asks for a feature this model does not have is refused; nothing is silently ignored.
+A config.json that asks for a feature which this model does not have is refused; nothing is silently
+ignored.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from inner.model.sizes import ModelSizes
 
 CONFIG = "config.json"
 DEFAULT_EPS = 1e-6
-"""For every model type that is supported, if the config.json leaves it out."""
+"""norm_eps of every supported model type if the config.json does not set it."""
 
 
 def build_config_json(
@@ -49,14 +50,15 @@ def build_config_json(
 
 
 def one_or_list(ids: Sequence[int]) -> int | list[int]:
-    """The ids that end a text as a config.json has them: one alone, or a list."""
+    """Return the ids that end a text in the form of a config.json: a single id, or a list."""
     return ids[0] if len(ids) == 1 else list(ids)
 
 
 def read_length(folder: Path, config: dict[str, Any]) -> int:
-    """Length of the longest sequences that a folder's model is for and that are computed here as by it.
+    """Return the length of the longest sequences for which this program computes the same as a
+    folder's model.
 
-    Raises InputError if it does not say.
+    Raises InputError if the config does not contain it.
     """
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
@@ -66,7 +68,8 @@ def read_length(folder: Path, config: dict[str, Any]) -> int:
 
 
 def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """(bos_token_id or None, eos_token_id, one or several) of a config.json; what is no id of the model is left out."""
+    """Return bos_token_id or None, and all eos_token_ids of a config.json. Ids that the model does
+    not have are left out."""
     bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
     listed = eos if isinstance(eos, list) else [eos]
     known = [each for each in (bos, *listed) if type(each) is int and 0 <= each < vocab_size]
@@ -89,12 +92,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model_config(folder: Path, longest: int | None = None) -> ModelConfig:
-    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features.
+    """Read the model config of a folder, with every size set. Raises InputError that lists all
+    unsupported features.
 
-    `longest`: tokens of the longest sequence that will be computed; None: as many as the model is for.
+    `longest`: number of tokens in the longest sequence that will be computed; None: the maximum of
+    the model.
     """
     config = read_config(folder)
-    with refused(f"{folder / CONFIG}: a value is of another kind than transformers writes", "copy it again"):
+    with refused(f"{folder / CONFIG}: a value has another type than transformers writes", "copy it again"):
         return _parse_model_config(config, folder, longest)
 
 
@@ -127,7 +132,8 @@ def _parse_model_config(config: dict[str, Any], folder: Path, longest: int | Non
 
 
 def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None = None) -> ModelConfig:
-    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size.
+    """Return a copy of `given` with every size of the folder's model. Raises InputError if `given`
+    sets a different size.
 
     `longest`: as in `read_model_config`.
     """

@@ -1,7 +1,8 @@
-"""The model types of transformers that are read and written here, and what is refused of a config.json. No torch here.
+"""The model types of transformers that can be imported and exported, and features of a config.json
+that are refused. No torch here.
 
-All are the same decoder with small differences: Llama 1 to 3.2, SmolLM 1 and 2, Mistral, Qwen2 and 2.5, Qwen3, and
-others whose config.json names one of these types.
+All types are the same decoder with small differences: Llama 1 to 3.2, SmolLM 1 and 2, Mistral,
+Qwen2 and 2.5, Qwen3, and other models whose config.json names one of these types.
 """
 
 from collections.abc import Iterator
@@ -23,13 +24,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class ModelType:
-    """A model type: what distinguishes it, and what transformers assumes where its config.json says nothing."""
+    """A model type: its distinctive features, and the defaults of transformers for keys that a
+    config.json leaves out."""
 
     architecture: str
     qk_norm: bool = False
     qkv_bias: bool = False
     head_dim: int | None = None
-    """Size of a head if it is not given. None: dim / num_heads."""
+    """Size of a head if the config.json does not give it. None: dim / num_heads."""
     num_kv_heads_is_optional: bool = False
     slides_by_default: bool = True
     """Whether a sliding_window is in use without use_sliding_window."""
@@ -50,24 +52,27 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (None,),
 }
-"""Keys for which this model supports only one value, by any of its names; null is that value, too."""
+"""Keys for which this model supports only one value, with all names of that value. null counts as
+that value."""
 WINDOW_LAYERS = 28
-"""The first layer with a sliding window in Qwen2 and Qwen3, if the config.json does not say."""
+"""The first layer with a sliding window in Qwen2 and Qwen3 if the config.json does not set it."""
 SLIDING = "sliding_attention"
 
 
 def choose_model_type(sizes: ModelSizes) -> str:
-    """The model type as which transformers computes this model."""
+    """Return the model type with which transformers computes this model."""
     if sizes.qk_norm:
         return "qwen3"
     if sizes.qkv_bias:
         return "qwen2"
-    # transformers refuses a Llama whose width is no multiple of its heads, also if the heads have a size of their own.
+    # transformers refuses a Llama whose width is not a multiple of its heads, even if the size of a
+    # head is given.
     return "mistral" if sizes.dim % sizes.num_heads else "llama"
 
 
 def build_type_keys(model_type: str) -> dict[str, Any]:
-    """The keys of a config.json that name the type and switch off what this model does not have."""
+    """Return the keys of a config.json that name the type and switch off features that this model
+    does not have."""
     keys: dict[str, Any] = {"architectures": [MODEL_TYPES[model_type].architecture], "model_type": model_type}
     if model_type in ("llama", "qwen3"):
         keys["attention_bias"] = False
@@ -78,7 +83,8 @@ def build_type_keys(model_type: str) -> dict[str, Any]:
 
 
 def find_window(config: dict[str, Any]) -> int | None:
-    """How many tokens attention sees in some layer of a supported type; None where all see the whole sequence."""
+    """Return the sliding window of a supported type, in tokens; None if attention sees the whole
+    sequence in all layers."""
     model_type = MODEL_TYPES[config["model_type"]]
     window = config.get("sliding_window", model_type.sliding_window)
     if window is None or not config.get("use_sliding_window", model_type.slides_by_default):
@@ -92,9 +98,10 @@ def find_window(config: dict[str, Any]) -> int | None:
 
 
 def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[str]:
-    """Messages about features of a config.json that this model does not support.
+    """Yield messages about features of a config.json that this model does not support.
 
-    `longest`: tokens of the longest sequence that it shall compute; None: as long as the config.json allows.
+    `longest`: number of tokens in the longest sequence that will be computed; None: the maximum of
+    the config.json.
     """
     name = config.get("model_type")
     if name not in MODEL_TYPES:
@@ -116,15 +123,16 @@ def _find_unsupported_window(config: dict[str, Any], longest: object) -> Iterato
     window, types = find_window(config), set(config.get("layer_types") or ())
     if window is not None and not (isinstance(window, int) and isinstance(longest, int) and longest <= window):
         yield (
-            f"sliding_window is {window!r}; attention here sees the whole sequence, which is the same up to that many "
-            f"tokens (data.seq_len), and sequences have {longest!r}"
+            f"sliding_window is {window!r}; attention here sees the whole sequence, which gives the same result only "
+            f"up to the length of the window (data.seq_len), and sequences have {longest!r} tokens"
         )
     if unknown := types - {"full_attention", *([] if window is None else [SLIDING])}:
         yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
 
 
 def read_head_dim(config: dict[str, Any]) -> int | None:
-    """The size of a head if it is not dim / num_heads, as in the config or by the type's default; else None."""
+    """Return the size of a head from the config or the type's default; None if it is dim /
+    num_heads."""
     head_dim = config.get("head_dim") or MODEL_TYPES[config["model_type"]].head_dim
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     if head_dim is None or not isinstance(dim, int) or not isinstance(num_heads, int):

@@ -14,7 +14,7 @@ IN_LAYER = {param.name: param.huggingface for param in BLOCK_PARAMS}
 
 
 def huggingface_name(name: str) -> str:
-    """Hugging Face's name of a parameter, given its full name here."""
+    """Return Hugging Face's name of a parameter, given its full name here."""
     if name in OUTSIDE:
         return OUTSIDE[name]
     _, number, name_in_layer = name.split(".", 2)

@@ -1,4 +1,4 @@
-"""Converts RoPE settings between a Hugging Face config.json and the model config. No torch here."""
+"""Convert RoPE settings between a Hugging Face config.json and the model config. No torch here."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,16 @@ from inner.config import ROPE_KEYS, RopeScaling
 from inner.model.sizes import ModelSizes
 
 DEFAULT_THETA = 10000.0
-"""For every model type that is supported, if the config.json leaves it out."""
+"""rope_theta of every supported model type if the config.json does not set it."""
 IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-"""Keys of the settings that are read or checked by themselves."""
+"""Keys of the settings that other code reads or checks."""
 NO_CHANGE = {"truncate": True, "mscale": None, "mscale_all_dim": None}
-"""Keys that may be there with the value that changes nothing."""
+"""Keys that are allowed with the value that changes nothing."""
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json: `rope_parameters` in transformers 5, `rope_scaling` in older versions."""
+    """Return RoPE's settings in a config.json: `rope_parameters` in transformers 5, `rope_scaling`
+    in older versions."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
@@ -29,14 +30,16 @@ def read_theta(config: dict[str, Any]) -> float:
 
 
 def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
-    """The scaling of a config.json; None without one. Raises pydantic's ValidationError if its values do not fit."""
+    """Return the scaling in a config.json, or None. Raises pydantic's ValidationError if its values
+    are not allowed."""
     rope, rope_type = rope_settings(config), _type_of(config)
     if rope_type == "default":
         return None
     values = {key: value for key, value in rope.items() if key not in IGNORED | NO_CHANGE.keys()}
     length = config.get("max_position_embeddings")
     if rope_type == "dynamic":
-        # transformers measures a sequence by the config's length, whatever the settings say.
+        # transformers uses the config's length as the length of a sequence, whatever the RoPE
+        # settings contain.
         values["original_max_position_embeddings"] = length
     elif rope_type in ("llama3", "yarn"):
         values.setdefault("original_max_position_embeddings", length)
@@ -44,7 +47,7 @@ def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
 
 
 def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
-    """Messages about settings of RoPE that this model does not compute."""
+    """Yield messages about settings of RoPE that this model does not support."""
     rope, rope_type = rope_settings(config), _type_of(config)
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
@@ -55,7 +58,7 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
         return
     unused = rope.keys() - RopeScaling.model_fields.keys() - IGNORED
     if other := sorted(key for key in unused if rope[key] != NO_CHANGE.get(key, ...)):
-        yield f"rope_scaling has {', '.join(f'{key} {rope[key]!r}' for key in other)}, which is not computed here"
+        yield f"rope_scaling has {', '.join(f'{key} {rope[key]!r}' for key in other)}, which is not supported here"
         return
     try:
         read_scaling(config)
@@ -66,9 +69,10 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
 
 
 def build_rope_settings(sizes: ModelSizes, seq_len: int) -> dict[str, Any]:
-    """The keys of a config.json that say how RoPE is computed, for a model trained on sequences of `seq_len`."""
+    """Return the keys of a config.json that define RoPE, for a model trained on sequences of
+    `seq_len`."""
     scaling = sizes.rope_scaling
-    # Dynamic scaling begins where the config's length ends.
+    # Dynamic scaling begins beyond the length in the config.
     is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
     return {
         "rope_theta": sizes.rope_theta,

@@ -1,4 +1,5 @@
-"""Exports a model in Hugging Face's layout (safetensors, config.json, tokenizer), completely or not at all."""
+"""Export a model in Hugging Face's layout (safetensors, config.json, tokenizer), completely or not
+at all."""
 
 import json
 import os
@@ -39,21 +40,23 @@ class Export:
     """Value of data.tokenizer."""
     dtype: Dtype = "float32"
     shard_bytes: int = SHARD_BYTES
-    """Maximum size of a weights file. A larger tensor gets a file of its own."""
+    """Maximum size of a weights file in bytes. A larger tensor gets a file of its own."""
     eos: str | None = None
     bos: str | None = None
     """Values of data.eos and data.bos."""
     bos_id: int | None = None
-    """Id with which a text begins for those who use the model. None: the tokenizer's."""
+    """Id with which users of the model begin a text. None: the tokenizer's."""
     eos_ids: tuple[int, ...] = ()
     """Ids with which the model ends a text. Empty: the tokenizer's eos."""
 
 
 def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, overwrite: bool = False) -> None:
-    """Write full fp32 tensors, given by our names, and everything else `transformers` needs into the folder `out`.
+    """Write full fp32 tensors, named as here, and all other files that `transformers` needs into
+    the folder `out`.
 
-    The export is written next to `out` and renamed at the end. Raises InputError if `out` cannot be written or exists;
-    with `overwrite`, only if what exists is not an export.
+    The export is written next to `out` and renamed at the end. Raises InputError if `out` cannot be
+    written, or if it exists. With `overwrite`, an existing `out` is replaced if it is an export,
+    and otherwise refused.
     """
     out = out.absolute()
     check_target(out, overwrite=overwrite)
@@ -81,22 +84,23 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         raise InputError(f"{out} exists; choose another folder, or give --overwrite to replace an export")
     known = {CONFIG, GENERATION, INDEX, TOKENIZER, *COMPANIONS}
     if not out.is_dir() or out.is_symlink():
-        raise InputError(f"{out} is not a folder, and is not overwritten; choose another")
+        raise InputError(f"{out} is not a folder and will not be overwritten; choose another")
     others = sorted(path.name for path in out.iterdir() if path.name not in known and not OURS.fullmatch(path.name))
     if others:
         raise InputError(
-            f"{out} holds files that are not part of an export ({', '.join(others[:8])}), and is not overwritten; "
+            f"{out} holds files that are not part of an export ({', '.join(others[:8])}), and will not be overwritten; "
             "choose another folder"
         )
 
 
 def _write_weights(tensors: Mapping[str, Tensor], export: Export, folder: Path) -> None:
-    """Write one file, or several and an index. Tensors are converted file by file to save memory."""
+    """Write one file, or several and an index. Tensors are converted one file at a time to save
+    memory."""
     import huggingface_hub
 
     dtype = DTYPES[export.dtype]
     renamed = {huggingface_name(name): tensor for name, tensor in tensors.items()}
-    # On the meta device, because only the sizes are needed.
+    # Use the meta device, because only the sizes are needed.
     shapes = {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in renamed.items()}
     split = huggingface_hub.split_torch_state_dict_into_shards(shapes, max_shard_size=export.shard_bytes)
     for file, names in split.filename_to_tensors.items():

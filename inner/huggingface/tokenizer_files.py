@@ -1,4 +1,4 @@
-"""Writes a tokenizer as the files that `transformers` reads."""
+"""Write a tokenizer as the files that `transformers` reads."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,8 @@ BYTE_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_0|>", "<|re
 
 
 def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, seq_len: int) -> tuple[int | None, int]:
-    """Write a tokenizer, return (bos id or None, eos id). Raises InputError if it cannot be loaded.
+    """Write a tokenizer and return (bos id or None, eos id). Raises InputError if it cannot be
+    loaded.
 
     `choice`: the values of data.tokenizer, data.eos and data.bos.
     """
@@ -43,7 +44,8 @@ def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, se
 
 
 def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
-    """Let the tokenizer_config.json in the folder name the tokens of the training; return the id of its bos, if any."""
+    """Write the eos and bos of the training into the folder's tokenizer_config.json; return the id
+    of bos, or None."""
     told = read_beside(folder)
     ends: dict[str, object] = {} if token_name(told, "eos_token") == tokenizer.eos else {"eos_token": tokenizer.eos}
     if tokenizer.bos is not None:
@@ -55,7 +57,8 @@ def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """BytesTokenizer as a library tokenizer: byte-level BPE without merges, whose ids are the byte values."""
+    """Build BytesTokenizer as a library tokenizer: byte-level BPE without merges, whose ids are the
+    byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,7 +68,8 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """Printable character for each byte in byte-level BPE: the byte itself, or else the next character from 256 on."""
+    """Return the printable character of each byte in byte-level BPE: the byte itself, or else the
+    next character from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

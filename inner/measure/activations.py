@@ -1,7 +1,9 @@
-"""Memory of the activations that a forward pass keeps for the backward pass, in bytes per rank. No torch here.
+"""Memory of the activations that a forward pass keeps for the backward pass, in bytes per rank. No
+torch here.
 
-The figures follow the saved tensors of inner/model/transformer.py, so a change there belongs here, too. Values are
-kept in the compute dtype. Exceptions are statistics, and norms on a CPU, which torch computes step by step in fp32.
+The figures follow the saved tensors of inner/model/transformer.py, so a change there needs a change
+here. Values are kept in the compute dtype. Exceptions are statistics, and norms on a CPU, which
+torch computes step by step in fp32.
 """
 
 from dataclasses import dataclass
@@ -11,18 +13,19 @@ from inner.measure.workload import Workload
 
 FP32 = 4
 TOKEN_IDS = 16
-"""Bytes of the token and target of a position."""
+"""Bytes of the input token and the target of a position."""
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Activations of one micro-batch, by the part of the model that keeps them, on one type of device."""
+    """Activations of one micro-batch, by the part of the model that keeps them, on one type of
+    device."""
 
     work: Workload
     device_type: str
 
     def block(self, recompute: Recompute) -> int:
-        """Activations of one layer."""
+        """Return the bytes of one layer's activations."""
         if recompute == "full":
             return self.stream
         if recompute == "selective":
@@ -32,19 +35,21 @@ class ActivationMemory:
 
     @property
     def stream(self) -> int:
-        """The residual stream between two layers."""
+        """Bytes of the residual stream between two layers."""
         return self.work.compute_itemsize * self.work.stream_tokens * self.work.sizes.dim
 
     @property
     def stream_norm(self) -> int:
-        """Activations of one norm of the residual stream."""
+        """Bytes that one norm of the residual stream keeps."""
         return self._norm(self.work.stream_tokens * self.work.sizes.dim, self.work.stream_tokens)
 
     def backward(self, recompute: Recompute) -> int:
-        """Peak of one layer's backward beyond the kept activations: recomputed activations and gradients."""
+        """Return the peak of one layer's backward in addition to the kept activations: recomputed
+        activations and gradients."""
         recomputed = self.block("none") - self.block(recompute)
         down = self.work.compute_itemsize * self.work.sizes.dim * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
-        # The first peak is in the feed-forward, which the backward runs first, before it has freed anything.
+        # The first peak is in the feed-forward, which comes first in the backward, when nothing has
+        # been freed yet.
         first = 2 * self._hidden + self._inputs + down
         weights = self.work.compute_itemsize * self.work.block.numel
         second = recomputed + 2 * self._inputs + weights - 4 * self._hidden - self._inputs
@@ -52,7 +57,8 @@ class ActivationMemory:
 
     @property
     def split_backward(self) -> int:
-        """Held between the halves of one layer's split backward: gradients of the outputs of its matrices and norms."""
+        """Bytes held between the halves of one layer's split backward: gradients of the outputs of
+        its matrices and norms."""
         q_numel, kv_numel = self.work.q_numel, self.work.kv_numel
         heads = 2 * q_numel + 3 * kv_numel if self.work.sizes.qk_norm else q_numel + 2 * kv_numel
         return self.work.compute_itemsize * heads + 2 * self._hidden + 2 * self._inputs + 2 * self.stream
@@ -65,17 +71,20 @@ class ActivationMemory:
 
     @property
     def _inputs(self) -> int:
-        """Input of a block's first matrices, with all positions, which sequence parallelism gathers."""
+        """Bytes of the input of a block's first matrices, at all positions. Sequence parallelism
+        gathers them."""
         return self.work.compute_itemsize * self.work.tokens * self.work.sizes.dim
 
     @property
     def _hidden(self) -> int:
-        """One hidden tensor of the feed-forward, which keeps four: gate, its SiLU, up, and their product."""
+        """Bytes of one hidden tensor of the feed-forward, which keeps four: gate, its SiLU, up, and
+        their product."""
         return self.work.compute_itemsize * self.work.tokens * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
 
     @property
     def _attention(self) -> int:
-        """Queries, keys, values and the result, and the log-sum-exp of each row in fp32."""
+        """Bytes of queries, keys, values and the result, and of the log-sum-exp of each row in
+        fp32."""
         work = self.work
         per_head = 0
         if work.sizes.qk_norm:
@@ -91,7 +100,8 @@ class ActivationMemory:
 
     @property
     def _products(self) -> int:
-        """Kept by selective recomputation: results of matrix products, attention kernels and tp collectives."""
+        """Bytes that selective recomputation keeps: results of matrix products, attention kernels
+        and tp collectives."""
         work = self.work
         num_kernels = min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
         attention = num_kernels * (work.compute_itemsize * work.q_numel + self._row_sums)
@@ -103,7 +113,8 @@ class ActivationMemory:
         return projections + attention + 2 * self._hidden + outputs
 
     def _norm(self, numel: int, rows: int) -> int:
-        """Input and one statistic per row; on a CPU also the normed input, both in fp32."""
+        """Return the bytes of a norm's input and one statistic per row. On a CPU both are fp32, and
+        the normed input is added."""
         if self.device_type == "cpu":
             return 2 * FP32 * numel + FP32 * rows
         return self.work.compute_itemsize * numel + FP32 * rows
@@ -114,18 +125,20 @@ class LossMemory:
     """Memory of the chunked cross-entropy, whose forward already computes gradients, in bytes."""
 
     kept: int
-    """Gradients of the head's input and of its table, held until the backward, which holds them twice."""
+    """Gradients of the head's input and of its table. They are held until the backward, during
+    which two copies exist."""
     forward: int
-    """Peak of the forward: logits of a chunk, and the gradient of the table in fp32."""
+    """Peak of the forward: the logits of a chunk, and the gradient of the table in fp32."""
 
 
 def loss_memory(work: Workload) -> LossMemory:
-    """Memory of the loss of one micro-batch on the rank of the last stage."""
+    """Return the memory of the loss of one micro-batch on the rank of the last stage."""
     itemsize = work.compute_itemsize
     rows = -(-work.sizes.vocab_size // work.degrees.tp)
     inputs, table = work.tokens * work.sizes.dim, rows * work.sizes.dim
     logits = min(work.parallel.loss_chunk, work.tokens) * rows
-    # Below fp32, logits and probabilities exist in both dtypes at once, and so do the gradients of the table.
+    # In a dtype smaller than fp32, logits and probabilities exist in both dtypes at once, and so do
+    # the gradients of the table.
     casts = itemsize if itemsize < FP32 else 0
     chunk = max((FP32 + casts) * logits, casts * (logits + table))
     return LossMemory(kept=itemsize * (inputs + table), forward=2 * itemsize * inputs + FP32 * table + chunk)

@@ -1,4 +1,5 @@
-"""Says whether a step fits into a rank's memory, and which setting to change if it does not. No torch here."""
+"""Check whether a step fits into a rank's memory, and find a setting to change if it does not. No
+torch here."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,8 @@ from inner.parallel.layout_check import check_layout
 
 
 def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device_type: str = "cuda") -> str:
-    """Say whether an inner step fits into each rank's memory; if not, name the cheapest single change that helps."""
+    """Return a text that says whether an inner step fits into each rank's memory, or else the
+    cheapest single change that helps."""
     fullest = max(estimate_memory(work, optimizer, device_type), key=lambda memory: memory.peak)
     verdict = f"an inner step needs {_gb(fullest.peak)} of {_gb(limit_bytes)} per rank"
     if fullest.peak <= limit_bytes:
@@ -43,7 +45,8 @@ def _can_run(work: Workload) -> bool:
 
 
 def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
-    """Changed settings for the same model, tokens and ranks; those that cost the least speed come first."""
+    """Yield changed settings for the same model, tokens and ranks. Changes that cost the least
+    speed come first."""
     degrees, parallel = work.degrees, work.parallel
 
     def with_parallel(**changes: Any) -> Workload:
@@ -51,7 +54,7 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
 
     def move_ranks(axis: str, other: str) -> Workload:
         moved = replace(degrees, **{axis: getattr(degrees, axis) * 2, other: getattr(degrees, other) // 2})
-        # With fewer data ranks, each has more sequences to read.
+        # With fewer data ranks, each of them has more sequences to read.
         times = degrees.num_data_ranks // moved.num_data_ranks
         return replace(work, degrees=moved, num_micro_batches=work.num_micro_batches * times)
 

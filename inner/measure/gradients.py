@@ -1,4 +1,4 @@
-"""Memory of the gradients that a stage of a model has on a rank, in bytes. No torch here."""
+"""Memory of the gradients of a model's stage on a rank, in bytes. No torch here."""
 
 from dataclasses import dataclass
 
@@ -9,32 +9,34 @@ from inner.model.stage import Stage
 
 @dataclass(frozen=True)
 class StageGradients:
-    """Gradients of a stage at one of its backwards, in bytes.
+    """Gradients of a stage during one of its backwards, in bytes.
 
-    Those of the root come first, then those of the layers from the last to the first, then those of the embedding. A
-    tied table has gradients from both ends, so the root's are complete at the end only.
+    The gradients of the root come first, then those of the layers from the last to the first, then
+    those of the embedding. A tied table has gradients from both ends, so the root's gradients are
+    complete only at the end.
     """
 
     work: Workload
     stage: Stage
     number: int
-    """Number of earlier backwards of the stage."""
+    """Number of backwards that the stage has already run."""
 
     @property
     def before(self) -> int:
-        """What earlier backwards have left."""
+        """Bytes of the gradients that earlier backwards have left."""
         groups = self.work.param_groups(self.stage)
         return sum(map(self._left, groups)) + self._kept_buffer
 
     @property
     def at_root(self) -> int:
-        """When the root's gradients are there."""
+        """Bytes when the root's gradients have been computed."""
         if self.work.sizes.tie_embeddings:
             return self.before
         return self._of_layers(0) + self._left(self._embedding) + self._in_reduction(self._root)
 
     def after(self, num_layers: int) -> int:
-        """When the last `num_layers` layers of the stage are done, and the next one is not."""
+        """Return the bytes when the last `num_layers` layers of the stage are done, and the next
+        layer is not."""
         if self.work.sizes.tie_embeddings:
             ends = self._own(self._root) + self._left(self._root)
         else:
@@ -43,13 +45,14 @@ class StageGradients:
 
     @property
     def at_end(self) -> int:
-        """When the last gradients are there."""
+        """Bytes when the last gradients have been computed."""
         last, other = self._ends
         return self._of_layers(len(self.stage.layers)) + self._done(other) + self._in_reduction(last)
 
     @property
     def all_at_once(self) -> int:
-        """At the end of the weights' half of a split backward."""
+        """Bytes at the end of the weights' half of a split backward, where all gradients exist at
+        once."""
         groups = self.work.param_groups(self.stage)
         own = self.work.compute_itemsize * self.work.numel(self.stage) * self._is_apart
         return sum(map(self._left, groups)) + own + FP32 * self.work.block.numel * self._is_reduced
@@ -64,7 +67,7 @@ class StageGradients:
 
     @property
     def _ends(self) -> tuple[FsdpParamGroup, FsdpParamGroup]:
-        """The group whose gradients are complete last, and the other one outside the layers."""
+        """The group whose gradients are complete last, and the other group outside the layers."""
         is_tied = self.work.sizes.tie_embeddings
         return (self._root, self._embedding) if is_tied else (self._embedding, self._root)
 
@@ -76,49 +79,54 @@ class StageGradients:
 
     @property
     def _is_apart(self) -> bool:
-        """Whether gradients come in tensors of their own, in the compute dtype; others are added to those in fp32."""
+        """Whether new gradients are separate tensors in the compute dtype, and not added to the
+        fp32 gradients at once."""
         return self.number == 0 or self.work.reduces_each_micro_batch or self.work.compute_itemsize < FP32
 
     @property
     def _kept_buffer(self) -> int:
-        """The buffer from which the last group was sent, which FSDP keeps until the next backward in a pipeline."""
+        """Bytes of the buffer from which the last group was sent. In a pipeline, FSDP keeps it
+        until the next backward."""
         if self.number == 0 or self.work.degrees.pp == 1 or not self.work.reduces_each_micro_batch:
             return 0
         return FP32 * (self._ends[0].numel or self.work.block.numel)
 
     def _buffer(self, num_layers: int) -> int:
-        """The buffer from which the group before is being sent when `num_layers` layers are done."""
+        """Return the bytes of the buffer from which FSDP is sending the previous group when
+        `num_layers` layers are done."""
         if num_layers == 0 and (self.work.sizes.tie_embeddings or self._root.numel == 0):
             return self._kept_buffer
         sent = self.work.block if num_layers else self._root
         return FP32 * sent.numel * self._is_reduced
 
     def _left(self, group: FsdpParamGroup) -> int:
-        """Gradients of a group from earlier backwards."""
+        """Return the bytes of a group's gradients from earlier backwards."""
         if self.number == 0:
             return 0
         return FP32 * group.shard_numel(self.work.degrees.fsdp if self.work.reduces_each_micro_batch else 1)
 
     def _done(self, group: FsdpParamGroup) -> int:
-        """Gradients of a group after this backward."""
+        """Return the bytes of a group's gradients after this backward."""
         return FP32 * group.shard_numel(self.work.degrees.fsdp if self._is_reduced else 1)
 
     def _own(self, group: FsdpParamGroup) -> int:
-        """Gradients of a group as they come from this backward."""
+        """Return the bytes of a group's gradients from this backward, before they are reduced."""
         if self.work.degrees.num_copies == 1:
-            # Each is added to that of the master at once.
+            # Each gradient is added to the gradient of its fp32 master at once.
             return FP32 * group.numel * (self.number == 0)
         return self.work.compute_itemsize * group.numel * self._is_apart
 
     def _in_reduction(self, group: FsdpParamGroup) -> int:
-        """The most that a group takes while it is reduced: its gradients, whole in fp32, and their sums."""
+        """Return the peak bytes of a group while it is reduced: its gradients, a whole fp32 copy,
+        and their sums."""
         if not self._is_reduced:
             return max(self._left(group) + self._own(group), self._done(group))
         if self._left(group) and not self.work.reduces_each_micro_batch:
-            own = self._left(group)  # They have added up whole.
+            own = self._left(group)  # Earlier micro-batches have left whole gradients, which are reduced now.
             return FP32 * group.numel + own
         shard = FP32 * group.shard_numel(self.work.degrees.fsdp)
-        # FSDP holds the last gradient of a group until the group is reduced; that of an untied table is nearly all.
+        # FSDP holds the last gradient of a group until the group is reduced. For an untied table
+        # this is nearly the whole group.
         own = max(self._own(group) - shard, 0) if self.work.sizes.tie_embeddings else self._own(group)
         return self._left(group) + FP32 * group.numel + own + shard
 

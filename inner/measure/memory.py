@@ -1,4 +1,5 @@
-"""Estimates the memory that a rank needs in an inner step, in bytes, before anything is launched. No torch here."""
+"""Estimate the memory that a rank needs in an inner step, in bytes, before anything is launched. No
+torch here."""
 
 from dataclasses import dataclass, replace
 
@@ -19,11 +20,11 @@ class MemoryEstimate:
     params: int
     """This rank's shards of the fp32 master weights."""
     optimizer: int
-    """State of the inner optimizer."""
+    """States of the inner optimizer."""
     gradients: int
-    """fp32, in shards or whole; and those of the layer that is being reduced."""
+    """fp32 gradients, sharded or whole, and the gradients of the layer that is being reduced."""
     gathered: int
-    """Whole weights in the compute dtype."""
+    """Gathered whole weights in the compute dtype."""
     activations: int
     """Activations that all micro-batches in flight keep for the backward pass."""
     loss: int
@@ -31,11 +32,13 @@ class MemoryEstimate:
     working: int
     """Recomputed activations and temporary gradients in the backward of one layer."""
     peak: int
-    """Maximum over the step; less than the sum of the maxima, as these occur at different times."""
+    """Maximum over the step. It is less than the sum of the other fields, because their maxima
+    occur at different times."""
 
 
 def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
-    """Memory of the fullest rank of each coordinate on pp. `optimizer` is one of ours, or what another one keeps."""
+    """Return the memory of the fullest rank of each coordinate on pp. `optimizer`: its
+    name in the config, or the bytes that it keeps per element."""
     activations = ActivationMemory(work, device_type)
     kept = STATE_BYTES[optimizer] if isinstance(optimizer, str) else optimizer
     return [_estimate_rank(_Rank(work, activations, pp_rank), kept) for pp_rank in range(work.degrees.pp)]
@@ -46,8 +49,8 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     params = sum(FP32 * group.shard_numel(work.degrees.fsdp) for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
     snapshots = rank.snapshots()
-    # When the optimizer steps, only gradients are left, and a single rank's copies in the compute dtype: fused AdamW
-    # and SGD need no memory of their own.
+    # When the optimizer steps, only gradients are left, and on a single rank the copies in the
+    # compute dtype. Fused AdamW and SGD need no memory of their own.
     in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
     beside = max(in_update, rank.gathered + rank.buffers + max(snapshot.total for snapshot in snapshots))
     return MemoryEstimate(
@@ -63,7 +66,7 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
 
 
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
-    """The optimizer's states of a rank's stages."""
+    """Return the bytes of the optimizer's states for a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
     matrices = FsdpParamGroup(tuple(shape for shape in work.block.shapes if shape[1] > 1))
     num_elements = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
@@ -103,17 +106,19 @@ class _Rank:
 
     @property
     def gathered(self) -> int:
-        """With ZeRO-3 the root, and the current block and the prefetched next one; otherwise the rank's whole stages.
+        """Bytes of gathered weights. With ZeRO-3: the root, the current block and the prefetched
+        next block; otherwise all stages.
 
-        A single rank gathers nothing: it has copies in the compute dtype, or none if that is the masters'.
+        A single rank gathers nothing. It has copies in the compute dtype, or no copies if the
+        masters have that dtype.
         """
         work, itemsize = self.work, self.work.compute_itemsize
         if work.degrees.num_copies == 1:
             return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
         if work.degrees.pp == 1:
             root, is_sharded = work.root(self.stages[0]).numel, work.degrees.fsdp > 1
-            # The buffer of the last gather of the forward, that of an untied head, is there until the backward gathers,
-            # which it does not with ZeRO-2.
+            # The last gather of the forward is that of the head, if it is untied. Its buffer
+            # remains until the backward gathers again, which never happens with ZeRO-2.
             buffer = root if is_sharded and not work.sizes.tie_embeddings else 0
             if not work.frees_after_forward:
                 return itemsize * (work.numel(self.stages[0]) + buffer)
@@ -125,23 +130,25 @@ class _Rank:
 
     @property
     def buffers(self) -> int:
-        """Pipeline buffers: input of a stage, its gradient, and the gradient of its output, for each micro-batch."""
+        """Bytes of pipeline buffers for each micro-batch: input of a stage, its gradient, and the
+        gradient of its output."""
         num_streams = sum(2 * (not stage.is_first) + (not stage.is_last) for stage in self.stages)
         return self.activations.stream * self.work.num_micro_batches * num_streams if self.work.degrees.pp > 1 else 0
 
     def _kept(self, stage: Stage) -> int:
-        """Activations of one micro-batch in one stage, without the buffers."""
+        """Return the bytes of one micro-batch's activations in one stage, without the pipeline
+        buffers."""
         total = len(stage.layers) * self.activations.block(self.work.parallel.recompute)
         total += TOKEN_IDS * self.work.tokens * (stage.is_first or stage.is_last)
         if stage.is_last:
             total += self.activations.stream_norm
         elif self.work.stage_ranks[stage.index + 1] != self.pp_rank:
-            # A sent output is kept until its gradient returns.
+            # An output that was sent is kept until its gradient returns.
             total += self.activations.stream
         return total - self.activations.stream * (not stage.is_first and self.activations.keeps_input)
 
     def snapshots(self) -> list[_Snapshot]:
-        """The points of a step that include the peak."""
+        """Return the memory at all points of a step at which it may be at its peak."""
         stages = {stage.index: stage for stage in self.stages}
         num_backwards = dict.fromkeys(stages, 0)
         loss = loss_memory(self.work)
@@ -172,9 +179,10 @@ class _Rank:
         return snapshots
 
     def _backward(self, stage: Stage, now: _Snapshot, new: StageGradients | None) -> list[_Snapshot]:
-        """Snapshots in a backward: the loss, then each layer from the last to the first.
+        """Return snapshots of a backward: at the loss, then at each layer from the last to the
+        first.
 
-        `new` is None in the half of a split backward that computes the gradients of inputs alone.
+        `new` is None in the half of a split backward that computes only the gradients of inputs.
         """
         recompute = self.work.parallel.recompute
         loss = loss_memory(self.work).kept * stage.is_last

@@ -1,4 +1,4 @@
-"""A model's parameters by name and shape, without building it. No torch here."""
+"""Name and shape of a model's parameters, without building the model. No torch here."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,7 +9,8 @@ from inner.param_spec import ParamSpec
 
 
 def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
-    """Full name and shape of every parameter, in the order of `Transformer.named_parameters()`."""
+    """Return full name and shape of every parameter, in the order of
+    `Transformer.named_parameters()`."""
     table = sizes.vocab_size, sizes.dim
     specs = [ParamSpec("embed.weight", table)]
     block = [(param.name, param.shape(sizes)) for param in block_params(sizes)]

@@ -1,7 +1,7 @@
-"""Utilisation of the hardware, and the peak to which it is relative, as it is measured here.
+"""Utilisation of the hardware, and the measured peak that it is relative to.
 
-MFU counts the operations of the model alone (`Flops.total` of inner/flops.py). HFU adds those that the backward
-recomputes (`Flops.hardware`).
+MFU counts only the operations of the model (`Flops.total` of inner/flops.py). HFU also counts the
+operations that the backward recomputes (`Flops.hardware`).
 """
 
 import time
@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     import torch
 
 PEAK_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
-"""Sizes of the square matrices that are multiplied to measure a device's peak."""
+"""Sizes of the square matrices whose products are timed to measure a device's peak."""
 PEAK_SECONDS = 0.1
-"""Measuring time for each size."""
+"""Measuring time for each size, in seconds."""
 PRODUCTS_PER_TIMING = 4
 """Matrix products between two readings of the clock."""
 
 
 @cache
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Measure the operations per second of the device's fastest matrix product; None if it has none in `dtype`.
+    """Measure the operations per second of the device's fastest matrix product; None if the device
+    has none in `dtype`.
 
-    `device` and `dtype` are named as in torch (cpu, cuda:0; bfloat16). The first call takes less than a second. On a
-    CPU the figure is for the threads of this process on otherwise idle cores.
+    `device` and `dtype` are named as in torch (cpu, cuda:0; bfloat16). The first call takes less
+    than a second. On a CPU the figure is right for this process's threads on otherwise idle cores.
     """
     import torch
 
@@ -36,7 +37,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def _product_flops(size: int, device: "torch.device", dtype: "torch.dtype") -> float:
-    """Operations per second of products of square matrices, the best of several runs."""
+    """Return the operations per second of products of square matrices, in the best of several
+    runs."""
     import torch
 
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -60,8 +62,10 @@ def _synchronise(device: "torch.device") -> None:
 
 
 def utilisation(flops: float, tokens_per_second: float, num_ranks: int, peak: float) -> float:
-    """Share of the ranks' peak that `tokens_per_second` of a whole island use, at `flops` operations per token.
+    """Return the share of the ranks' peak that an island uses at `tokens_per_second`, with `flops`
+    operations per token.
 
-    It is the MFU for `Flops.total` and the HFU for `Flops.hardware`; `peak` is that of one rank, from peak_flops.
+    It is the MFU for `Flops.total` and the HFU for `Flops.hardware`. `peak` is one rank's peak,
+    from peak_flops.
     """
     return flops * tokens_per_second / (num_ranks * peak)

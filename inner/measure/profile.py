@@ -1,6 +1,7 @@
-"""Profiles of selected inner steps: each rank's trace for Perfetto or TensorBoard, and its use of memory.
+"""Profiles of selected inner steps: each rank's trace for Perfetto or TensorBoard, and its memory
+use.
 
-A profile that cannot be made or written costs a warning, and training goes on.
+If a profile cannot be made or written, a warning is logged, and training goes on.
 """
 
 import csv
@@ -20,19 +21,20 @@ log = logging.getLogger(__name__)
 
 MEMORY = "[memory]"
 OPERATIONS = ("cpu_op", "user_annotation")
-"""Categories of events in torch's traces."""
+"""Categories of the events in torch's traces that are used here."""
 
 
 class Profiler:
-    """Use `with Profiler(...) as profiler:` around the training loop and call `profiler.step()` after each inner step.
+    """Use `with Profiler(...) as profiler:` around the training loop and call `profiler.step()`
+    after each inner step.
 
-    It writes to `folder` after the last selected step, or when the loop is left, also by an error:
+    It writes to `folder` after the last selected step, or when the loop ends, also by an error:
 
         rank<r>.<first>.pt.trace.json.gz    operations, collectives and steps (ProfilerStep#<n>)
         rank<r>.<first>.memory.csv          with memory, on a CPU: each allocation, bytes since the start, operation
         rank<r>.<first>.memory.pickle       with memory, on CUDA: a snapshot for pytorch.org/memory_viz
 
-    It does not communicate, and costs nothing until one step before the first selected one.
+    It does not communicate, and costs nothing until one step before the first selected step.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, steps_done: int = 0) -> None:
@@ -65,13 +67,14 @@ class Profiler:
             return
         try:
             self._begin_step(step)
-        except Exception as error:  # noqa: BLE001 - the step itself does not need it
+        except Exception as error:  # noqa: BLE001 - training does not need the profile
             self._last = 0
             self._warn(error)
 
     def _begin_step(self, step: int) -> None:
         if self._profile is None:
-            # Prepared one step ahead, because the first use of the tracer is slow and would show in the trace.
+            # Prepare one step ahead: the first use of the tracer is slow and would show in the
+            # trace.
             self._profile = profile(record_shapes=True, profile_memory=self._with_memory)
             self._profile.prepare_trace()
         if step >= self._first and not self._is_recording:
@@ -109,11 +112,12 @@ class Profiler:
             _write_memory(trace, Path(f"{self._base}.memory.csv"))
 
     def _warn(self, error: Exception) -> None:
-        log.warning("%s has no profile (%s: %s); training goes on", self._base, type(error).__name__, error)
+        log.warning("%s: no profile could be made (%s: %s); training goes on", self._base, type(error).__name__, error)
 
 
 def _write_memory(trace: Path, table: Path) -> None:
-    """Write allocations from the trace's events, as torch's export_memory_timeline fails on a step with FSDP."""
+    """Write a table of allocations from the trace's events, because torch's export_memory_timeline
+    fails on FSDP steps."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -122,7 +126,8 @@ def _write_memory(trace: Path, table: Path) -> None:
 
 
 def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int, str]]:
-    """(microseconds, bytes, bytes since the start, innermost operation) of each allocation; a release is negative."""
+    """Yield (microseconds, bytes, bytes since the start, innermost operation) for each allocation;
+    a release is negative."""
     relevant = [event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS]
     open_operations: dict[int, list[tuple[float, str]]] = {}
     started_at = min(event["ts"] for event in relevant)
@@ -131,7 +136,7 @@ def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int
         while stack and stack[-1][0] < event["ts"]:
             stack.pop()
         if event["name"] == MEMORY:
-            # aten::empty does not tell what the allocation is for.
+            # aten::empty does not show what the allocation is for.
             names = [name for _, name in stack if not name.startswith("aten::empty")]
             size, total = event["args"]["Bytes"], event["args"]["Total Allocated"]
             yield event["ts"] - started_at, size, total, names[-1] if names else ""

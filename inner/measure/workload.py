@@ -13,12 +13,14 @@ from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
 
 MANAGED_STAGES = 3
-"""Number of stages, the next ones to compute, whose weights torch keeps in schedules with several stages per rank."""
+"""Number of stages whose weights torch keeps in schedules with several stages per rank. They are
+the next ones to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """An island's inner step. Figures are for coordinate 0, the fullest, on every axis except pp."""
+    """An island's inner step. On every axis except pp, figures are for coordinate 0, which has the
+    largest share."""
 
     sizes: ModelSizes
     degrees: Degrees
@@ -26,11 +28,12 @@ class Workload:
     seq_len: int
     micro_batch: int
     num_micro_batches: int
-    """Micro-batches of one rank."""
+    """Number of micro-batches of one rank."""
     compute_itemsize: int
     """Bytes per element in the compute dtype."""
     deals_matrices: bool = False
-    """Whether the optimizer deals the matrices of the layers out to the ranks, as Muon does."""
+    """Whether the optimizer distributes whole matrices of the layers over the ranks, as Muon
+    does."""
 
     @property
     def tokens(self) -> int:
@@ -60,7 +63,7 @@ class Workload:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients accumulate in shards."""
+        """Whether each micro-batch reduces its gradients, so that they accumulate in shards."""
         return self.parallel.reduces_each_micro_batch(self.degrees.fsdp)
 
     @cached_property
@@ -75,7 +78,7 @@ class Workload:
 
     @cached_property
     def orders(self) -> list[list[Action]]:
-        """Actions of each coordinate on pp, in order. Some schedules import torch for this."""
+        """Actions of each coordinate on pp, in order. Some schedules import torch to find them."""
         if self.degrees.pp == 1:
             passes = [(Action("forward", 0, n), Action("backward", 0, n)) for n in range(self.num_micro_batches)]
             return [[action for pair in passes for action in pair]]
@@ -86,30 +89,31 @@ class Workload:
 
     @cached_property
     def block(self) -> "FsdpParamGroup":
-        """Parameters of a layer."""
+        """Parameters of one layer."""
         shapes = [param.rank_shape(self.sizes, self.degrees.tp) for param in block_params(self.sizes)]
         return FsdpParamGroup(tuple(shapes))
 
     @property
     def table(self) -> "FsdpParamGroup":
-        """Parameters of the embedding, or of the head."""
+        """Parameters of the table of the embedding, or of the head."""
         return FsdpParamGroup(((-(-self.sizes.vocab_size // self.degrees.tp), self.sizes.dim),))
 
     def embedding(self, stage: Stage) -> "FsdpParamGroup":
-        """The table of the embedding, unless the head has the same."""
+        """Return the table of the embedding; empty if the head has the same table."""
         return FsdpParamGroup(self.table.shapes * (stage.is_first and not self.sizes.tie_embeddings))
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
-        """Other parameters of a stage outside its layers: the last norm and the head, or the table of a tied model."""
+        """Return the other parameters outside a stage's layers: the last norm and the head, or the
+        table of a tied model."""
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
         return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
-        """All parameters of a stage, by what FSDP gathers and reduces together."""
+        """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""
         return [self.embedding(stage), self.root(stage)] + [self.block] * len(stage.layers)
 
     def numel(self, stage: Stage) -> int:
-        """Number of parameters of a stage."""
+        """Return the number of parameters of a stage."""
         return sum(group.numel for group in self.param_groups(stage))
 
 
@@ -124,5 +128,6 @@ class FsdpParamGroup:
         return sum(rows * cols for rows, cols in self.shapes)
 
     def shard_numel(self, num_ranks: int) -> int:
-        """Number of elements of a rank's shard; rows are split over the ranks and the last shard is padded."""
+        """Return the number of elements of a rank's shard. Rows are split over the ranks, and the
+        last shard is padded."""
         return sum(-(-rows // num_ranks) * cols for rows, cols in self.shapes)

@@ -17,14 +17,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, Packing | None], Tensor]
 
 
 def causal_attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None = None) -> Tensor:
-    """Causal attention y_BSHE; with a packing, each position attends within its own document only.
+    """Return causal attention y_BSHE. With a packing, each position attends within its own document
+    only.
 
-    Neither memory nor work grows with pairs of positions of different documents.
+    Memory and work do not grow with pairs of positions in different documents.
     """
     if packing is None:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         if q_BHSE.dtype == torch.float32 and not q_BHSE.is_cpu:
-            # On GPUs no fused kernel for fp32 shares heads: torch would hold all S x S scores instead.
+            # On GPUs no fused fp32 kernel lets heads share keys: torch would hold all S x S scores
+            # instead.
             k_BKSE, v_BKSE = (repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKSE, v_BKSE))
         y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
         return y_BHSE.transpose(1, 2)

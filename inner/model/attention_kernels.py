@@ -1,10 +1,12 @@
-"""Attention kernels that also return the log-sum-exp of the scores, by which results for parts of the keys merge.
+"""Attention kernels that also return the log-sum-exp of the scores, with which results for parts of
+the keys are merged.
 
-dense     queries see all keys, or causally those up to their own position
-varlen    documents lie one behind the other, and each is causal in itself: there is no mask
+    dense     queries see all keys, or causally the keys up to their own position
+    varlen    documents lie one after the other, and attention is causal within each: there is no mask
 
-Shape suffixes: B sequences, S positions of the queries, T of the keys, H heads, K key-value heads, E head size,
-M positions of all documents, N - 1 documents. H / K heads read the same keys and values, which are not repeated.
+Shape suffixes: B sequences, S positions of the queries, T of the keys, H heads, K key-value heads,
+E head size, M positions of all documents, N - 1 documents. H / K heads read the same keys and
+values, which are not repeated.
 """
 
 from collections.abc import Iterator
@@ -17,25 +19,26 @@ from torch import Tensor
 
 aten = torch.ops.aten
 FLASH_CAPABILITY = (8, 0)
-"""Of the first GPUs that FlashAttention runs on (Ampere)."""
+"""CUDA capability of the first GPUs with FlashAttention (Ampere)."""
 FLASH_MOST_HEAD_DIM = 256
 
 
 class AttentionOutput(NamedTuple):
-    """Attention of some queries to some keys, and the log-sum-exp of the scores in fp32 (fp64 for fp64 inputs)."""
+    """Attention of queries to some keys, and the log-sum-exp of the scores in fp32 (fp64 for fp64
+    inputs)."""
 
     out_BHSE: Tensor
     lse_BHS: Tensor
 
 
 def dense_forward(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: bool) -> AttentionOutput:
-    """Attention to these keys alone; S = T if it is causal."""
+    """Compute attention to these keys only; S = T if it is causal."""
     inputs = q_BHSE, k_BKTE, v_BKTE
     if q_BHSE.is_cpu:
         return AttentionOutput(*aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal))
     if _has_flash(q_BHSE):
         return AttentionOutput(*aten._scaled_dot_product_flash_attention(*inputs, 0.0, is_causal)[:2])
-    # The only kernel that needs each head's own keys.
+    # This kernel, unlike the others, needs separate keys for each head.
     k_BHTE, v_BHTE = (repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKTE, v_BKTE))
     out_BHSE, lse_BHS, *_ = aten._scaled_dot_product_efficient_attention(
         q_BHSE, k_BHTE, v_BHTE, None, True, 0.0, is_causal
@@ -47,15 +50,17 @@ def dense_forward(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: 
 def dense_backward(
     grad_BHSE: Tensor, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, output: AttentionOutput, *, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq_BHSE, dk_BKTE and dv_BKTE through these keys, in the dtype of the inputs.
+    """Return the gradients dq_BHSE, dk_BKTE and dv_BKTE through these keys, in the dtype of the
+    inputs.
 
-    `output` is the attention to all keys that the queries see, not to these alone, in the queries' dtype.
+    `output` is the attention to all keys that the queries see, not only to these, in the queries'
+    dtype.
     """
     inputs = grad_BHSE, q_BHSE, k_BKTE, v_BKTE
     output = AttentionOutput(output.out_BHSE, output.lse_BHS.contiguous())
     if q_BHSE.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, *output, 0.0, is_causal)
-    # The random state is not read without dropout.
+    # Without dropout the random state is not read.
     seed = offset = torch.zeros(2, dtype=torch.int64, device=q_BHSE.device)
     if _has_flash(q_BHSE):
         lengths = q_BHSE.shape[2], k_BKTE.shape[2]
@@ -74,12 +79,14 @@ def dense_backward(
 
 
 def repeat_heads(x_BKTE: Tensor, num_heads: int) -> Tensor:
-    """Keys or values x_BHTE of `num_heads` heads: each head's own copy of what it shares with its group."""
+    """Repeat keys or values for `num_heads` heads, x_BHTE: each head gets a copy of its group's
+    values."""
     return x_BKTE.repeat_interleave(num_heads // x_BKTE.shape[1], dim=1)
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Whether FlashAttention takes such queries (..., E). A device of a dry run stands for one that has it."""
+    """Return whether FlashAttention supports such queries (..., E). A dry run's device counts as a
+    GPU that has it."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > FLASH_MOST_HEAD_DIM:
         return False
     if q.device.type != "cuda":
@@ -92,10 +99,12 @@ def _has_flash(q: Tensor) -> bool:
 def varlen_forward(
     q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor, bounds_N: Tensor, host_bounds_N: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention out_MHE within each document, and lse_HM; the bounds are those of a Packing. Differentiable.
+    """Return attention out_MHE within each document, and lse_HM. The bounds come from a Packing.
+    Differentiable.
 
-    An operator of ours, so that torch.compile, recomputation and a dry run see one step on every device. CUDA has one
-    kernel for all documents; elsewhere, and for inputs that it does not take, the dense kernel runs on each.
+    This is a custom operator, so that torch.compile, recomputation and a dry run see one step on
+    every device. CUDA has one kernel for all documents. Elsewhere, and for inputs that this kernel
+    does not support, the dense kernel runs once per document.
     """
     if not q_MHE.is_cpu and _has_flash(q_MHE):
         return _flash_varlen_forward(q_MHE, k_MKE, v_MKE, bounds_N, longest)
@@ -118,7 +127,8 @@ def varlen_backward(
     host_bounds_N: Tensor,
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq_MHE, dk_MKE and dv_MKE within each document; output as in `dense_backward`."""
+    """Return the gradients dq_MHE, dk_MKE and dv_MKE within each document; `out_MHE` and `lse_HM`
+    as in `dense_backward`."""
     inputs = grad_MHE.contiguous(), q_MHE, k_MKE, v_MKE, out_MHE
     if not q_MHE.is_cpu and _has_flash(q_MHE):
         return _flash_varlen_backward(*inputs, lse_HM, bounds_N, longest)
@@ -154,7 +164,7 @@ def _flash_varlen_backward(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ends = bounds_N, bounds_N, longest, longest
-    # As in torch.nn.attention.varlen: the random state is not read without dropout.
+    # As in torch.nn.attention.varlen: without dropout the random state is not read.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q_MHE.device), q_MHE.new_empty(0)
     inputs = grad_MHE, q_MHE, k_MKE, v_MKE, out_MHE, lse_HM
     return aten._flash_attention_backward(*inputs, *ends, 0.0, True, state, unused)
@@ -171,7 +181,7 @@ def _each_document(host_bounds_N: Tensor) -> Iterator[slice]:
 
 
 def _heads_first(x_MHE: Tensor) -> Tensor:
-    """The positions as one sequence, (1, H, M, E); a view."""
+    """View the positions as one sequence, (1, H, M, E)."""
     return x_MHE.transpose(0, 1).unsqueeze(0)
 
 

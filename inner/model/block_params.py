@@ -1,8 +1,9 @@
-"""What a block of the decoder holds: each parameter, its shape, and how tensor parallelism cuts it. No torch here.
+"""The parameters of a decoder block: their shapes, and how tensor parallelism cuts each of them. No
+torch here.
 
-What else is known of a model's parameters follows from this list: their number and specs, a rank's share, FLOPs,
-placements, and their names in Hugging Face's files. A family of models that adds a parameter adds a line here, and a
-module in transformer.py, whose names these are.
+Other facts about a model's parameters follow from this list: their number and specs, a rank's
+share, FLOPs, placements, and their names in Hugging Face's files. To add a parameter for a family
+of models, add a line here and a module with the same name in transformer.py.
 """
 
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from typing import Literal
 from inner.model.sizes import ModelSizes
 
 Cut = Literal["heads", "kv_heads", "hidden", "columns of heads", "columns of hidden", "stream", "each head"]
-"""What the ranks of tp divide among them: rows or columns of a matrix by heads or hidden units.
+"""What the ranks of tp divide among them: rows or columns of a matrix, by heads or by hidden units.
 
-stream       nothing: it works on positions of the residual stream, which sequence parallelism divides
-each head    nothing: it works on each head, and heads are divided
+    stream       nothing: the parameter acts on positions of the residual stream, which sequence parallelism divides
+    each head    nothing: the parameter acts on each head, and the heads are divided
 """
 Size = Callable[[ModelSizes], int]
 
@@ -26,17 +27,17 @@ class BlockParam:
     """One parameter that a block may have."""
 
     name: str
-    """Behind `layers.<number>.`"""
+    """The name after `layers.<number>.`"""
     sizes_of: tuple[Size, ...]
-    """Its rows, and the columns of a matrix."""
+    """Its number of rows, and for a matrix its number of columns."""
     cut: Cut
     huggingface: str
-    """Its name behind `model.layers.<number>.` in Hugging Face's files."""
+    """The name after `model.layers.<number>.` in Hugging Face's files."""
     exists: Callable[[ModelSizes], bool] = lambda sizes: True
 
     @property
     def module(self) -> str:
-        """The module of the block that it belongs to."""
+        """The module of the block that the parameter belongs to."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -45,22 +46,24 @@ class BlockParam:
 
     @property
     def is_input(self) -> bool:
-        """Whether it is a matrix that reads the residual stream; the others among matrices write to it."""
+        """Whether it is a matrix that reads the residual stream. All other matrices write to the
+        stream."""
         return self.is_matrix and not self.cut.startswith("columns")
 
     def shape(self, sizes: ModelSizes) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Return the shape of the whole parameter."""
         return tuple(size(sizes) for size in self.sizes_of)
 
     def numel(self, sizes: ModelSizes) -> int:
         return prod(self.shape(sizes))
 
     def is_on_all_ranks(self, sizes: ModelSizes, tp: int) -> bool:
-        """Whether each rank of tp has all of it. With fewer key-value heads than ranks each has all of those."""
+        """Return whether each rank of tp has the whole parameter. If there are fewer key-value
+        heads than ranks, each rank has all key-value heads."""
         return self.cut in ("stream", "each head") or (self.cut == "kv_heads" and sizes.num_kv_heads < tp)
 
     def rank_shape(self, sizes: ModelSizes, tp: int) -> tuple[int, int]:
-        """Rows and columns, 1 of a vector, on the rank of tp that has the most."""
+        """Return rows and columns (1 for a vector) on the tp rank with the largest share."""
         rows, *cols = self.shape(sizes)
         columns = cols[0] if cols else 1
         if self.is_on_all_ranks(sizes, tp):
@@ -118,9 +121,9 @@ BLOCK_PARAMS = (
     BlockParam("ffn.up_proj.weight", (_ffn_dim, _dim), "hidden", "mlp.up_proj.weight"),
     BlockParam("ffn.down_proj.weight", (_dim, _ffn_dim), "columns of hidden", "mlp.down_proj.weight"),
 )
-"""All that a block may have, in the order of its modules."""
+"""All parameters that a block may have, in the order of its modules."""
 
 
 def block_params(sizes: ModelSizes) -> list[BlockParam]:
-    """What a block of a model has, in the order of `Block.named_parameters()`."""
+    """Return the parameters of a model's block, in the order of `Block.named_parameters()`."""
     return [param for param in BLOCK_PARAMS if param.exists(sizes)]

@@ -15,7 +15,7 @@ from inner.model.attention import causal_attention
 from inner.model.transformer import Transformer
 
 UNFINISHED = "\ufffd"
-"""The character that a tokenizer decodes an incomplete character to."""
+"""The character that a tokenizer returns for an incomplete character."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; 0: always take the best token."""
     top_k: int | None = None
-    """Draw from the k best tokens only."""
+    """Draw from this number of best tokens only. None: from all tokens."""
     top_p: float | None = None
-    """Draw from the fewest best tokens whose probabilities sum to at least this."""
+    """Draw only from the smallest set of best tokens whose probabilities sum to at least this.
+    None: from all tokens."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -39,7 +40,8 @@ class Sampling:
 
 
 class KeyValueCache:
-    """Key-value cache of one attention layer and one batch of sequences. It replaces `Attention.attend`."""
+    """Key-value cache of one attention layer and one batch of sequences. It replaces
+    `Attention.attend`."""
 
     def __init__(self, num_positions: int) -> None:
         self._num_positions = num_positions
@@ -47,8 +49,9 @@ class KeyValueCache:
         self._kept_2BTKE: Tensor | None = None
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None = None) -> Tensor:
-        """Attention of the new positions to all. The first call may have many positions, later calls have one each."""
-        assert packing is None, "the cache does not look at documents"
+        """Return the attention of the new positions to all positions. The first call may have many
+        positions, later calls one."""
+        assert packing is None, "the cache does not support documents"
         num_new = q_BSHE.shape[1]
         if self._kept_2BTKE is None:
             batch, _, heads, width = k_BSKE.shape
@@ -68,9 +71,11 @@ class KeyValueCache:
 def generate(
     model: Transformer, prompt: Sequence[int], max_tokens: int, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[int]:
-    """Generate max_tokens token ids after the prompt, which has at least one. Generation does not stop at eos.
+    """Yield max_tokens token ids after the prompt, which has at least one id. Generation does not
+    stop at eos.
 
-    The model must have positions for prompt and new tokens. `generator` is a CPU generator for any model device.
+    The model must have positions for prompt and new tokens. `generator` is a CPU generator on any
+    device of the model.
     """
     num_positions = len(prompt) + max_tokens
     assert prompt and num_positions <= model.rope_2SE.shape[1], f"{num_positions} positions, {len(prompt)} of a prompt"
@@ -91,7 +96,8 @@ def generate(
 
 
 def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
-    """Logits (B, V) for the token after the last of `tokens_BS`, whose positions start at `begin`; fp32."""
+    """Return the logits (B, V) for the token after the last of `tokens_BS`, whose positions start
+    at `begin`; fp32."""
     assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
     x_BSD = model.embed(tokens_BS)
     rope_2SE = model.rope_2SE[:, begin : begin + tokens_BS.shape[1]]
@@ -105,21 +111,23 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     sorted_V, order_V = logits_V.sort(descending=True, stable=True)
-    # The maximum is subtracted so that nothing overflows at low temperatures.
+    # Subtract the maximum, so that nothing overflows at low temperatures.
     probs_V = ((sorted_V - sorted_V[0]) / sampling.temperature).softmax(dim=-1)
     if sampling.top_k is not None:
         probs_V[sampling.top_k :] = 0
     if sampling.top_p is not None:
         probs_V /= probs_V.sum()
-        # The best token always stays, because no probability comes before it.
+        # The best token always remains, because no probability comes before it.
         probs_V[probs_V.cumsum(dim=-1) - probs_V >= sampling.top_p] = 0
     return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])
 
 
 def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collection[int] = ()) -> Iterator[str]:
-    """Decode ids to pieces of text as they arrive, up to eos or one of `stop_ids`. A piece ends where a character does.
+    """Decode ids to pieces of text as they arrive, up to eos or one of `stop_ids`. A piece ends at
+    the end of a character.
 
-    Ids are decoded together with those of the previous piece, because some tokenizers drop a leading space.
+    Ids are decoded together with the previous piece's ids, because some tokenizers drop a leading
+    space.
     """
     previous: list[int] = []
     new_ids: list[int] = []
@@ -136,14 +144,14 @@ def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collectio
 
 
 def until(pieces: Iterator[str], end: str) -> Iterator[str]:
-    """The pieces up to `end`, which may lie across several of them."""
+    """Yield the pieces up to `end`, which may extend over several pieces."""
     held = ""
     for piece in pieces:
         held += piece
         if end in held:
             yield held[: held.index(end)]
             return
-        # What may be the beginning of the end is held back.
+        # Keep back characters that may be the beginning of `end`.
         kept = next(size for size in range(min(len(end) - 1, len(held)), -1, -1) if held.endswith(end[:size]))
         if len(held) > kept:
             yield held[: len(held) - kept]

@@ -1,9 +1,11 @@
-"""Initial weights. They follow from (seed, parameter name, row, column), so all meshes and islands get the same bits.
+"""Initial weights. They follow from (seed, parameter name, row, column), so all meshes and islands
+get the same bits.
 
-Islands whose processors differ must agree, so nothing here may round differently on another one: random integers choose
-from a table of normal values, and the table is computed by additions, multiplications, divisions and square roots in
-fp64, each rounded by itself as IEEE 754 says. torch's own initialisers are neither: they have other paths for other
-vector units, and on a CPU mesh they give every shard the same numbers.
+Islands with different processors must agree, so no operation here may round differently on another
+processor. Random integers choose from a table of normal values. The table is computed by additions,
+multiplications, divisions and square roots in fp64, each of which IEEE 754 rounds in one way only.
+torch's own initialisers do not have this property: they use different code for different vector
+units, and on a CPU mesh they give every shard the same numbers.
 """
 
 import hashlib
@@ -22,11 +24,12 @@ from inner.params import LocalParams
 STD = 0.02
 RESIDUAL_OUTPUTS = ("out_proj.weight", "down_proj.weight")
 WORDS_PER_COUNT = 4
-"""Words of 64 bits that Philox gives for each value of its counter."""
+"""Number of 64-bit words that Philox gives for each value of its counter."""
 DRAWS_PER_COUNT = 4 * WORDS_PER_COUNT
-"""Draws of 16 bits in them."""
+"""Number of 16-bit draws in these words."""
 BLOCK_DRAWS = 1 << 18
-"""About so many values are drawn at once, so that they stay in the processor's cache."""
+"""Approximate number of values that are drawn at a time, so that they stay in the processor's
+cache."""
 
 
 def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
@@ -40,7 +43,8 @@ def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) ->
 
 
 def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int) -> Tensor:
-    """The slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of the slice are drawn."""
+    """Return the slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of
+    the slice are drawn."""
     if spec.name.endswith("norm.weight"):
         return torch.ones(held.shape)
     if spec.name.endswith(".bias"):
@@ -52,7 +56,7 @@ def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int
     return values
 
 
-# An operator of torch, so that a dry run, whose tensors hold no values, does not draw any.
+# A torch operator, so that a dry run, whose tensors have no values, does not draw any.
 @torch.library.custom_op("diloco::fill_normal", mutates_args={"values"})
 def fill_normal(values: Tensor, key: str, row: int, col: int, num_cols: int, std: float) -> None:
     """Fill `values` (2-D fp32 on the CPU) with the rectangle at (row, col) of a normal matrix with `num_cols` columns.
@@ -66,13 +70,15 @@ def fill_normal(values: Tensor, key: str, row: int, col: int, num_cols: int, std
 
 @fill_normal.register_fake
 def _(values: Tensor, key: str, row: int, col: int, num_cols: int, std: float) -> None:
-    """Nothing to fill."""
+    """Do nothing: tensors of a dry run have no values to fill."""
 
 
 def random_rows(key: str, first: int, end: int, num_cols: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield rows [first, end) of a matrix of random uint16 in blocks, each with the number of its first row.
+    """Yield rows [first, end) of a matrix of random uint16 in blocks, each with the number of its
+    first row.
 
-    A row depends on `key` and its number alone: Philox is counter-based, and numpy has frozen its stream.
+    A row depends only on `key` and its number: Philox is counter-based, and numpy guarantees its
+    stream.
     """
     words = np.frombuffer(hashlib.sha256(key.encode()).digest()[:16], dtype="<u8")
     counts_per_row = -(-num_cols // DRAWS_PER_COUNT)
@@ -86,7 +92,8 @@ def random_rows(key: str, first: int, end: int, num_cols: int) -> Iterator[tuple
 
 @cache
 def normal_table() -> np.ndarray:
-    """The quantiles (i + 1/2) / 65536 of the standard normal distribution, fp32 [65536], for i = 0, 1, ...
+    """Return the quantiles (i + 1/2) / 65536 of the standard normal distribution, fp32 [65536], for
+    i = 0, 1, ...
 
     The largest is 4.32. Algorithm AS 241 of Wichura (1988), PPND7: to about 7 digits.
     """
@@ -102,7 +109,8 @@ def normal_table() -> np.ndarray:
 
 
 def polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
-    """c0 + c1 x + c2 x^2 + ..., by Horner's rule, every operation rounded by itself."""
+    """Return c0 + c1 x + c2 x^2 + ..., by Horner's rule, with every operation rounded
+    separately."""
     value = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
@@ -110,7 +118,8 @@ def polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
 
 
 def log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of x > 0 in fp64, to about 12 digits. That of a C library may differ in its last bit.
+    """Return the natural logarithm of x > 0 in fp64, to about 12 digits. The last bit of a C
+    library's logarithm may differ.
 
     log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5 + ...
     """

@@ -1,8 +1,8 @@
 """Cross-entropy that holds the logits of only one chunk of tokens at a time.
 
-The forward pass computes the gradients of its inputs chunk by chunk, while the chunk's logits are in memory; the
-backward pass only scales them. Shape suffixes: T tokens, C tokens of a chunk, V vocabulary (of this rank,
-under tensor parallel), D dim.
+The forward pass computes the gradients of its inputs chunk by chunk, while the chunk's logits are
+in memory; the backward pass only scales them. Shape suffixes: T tokens, C tokens of a chunk, V
+vocabulary (with tensor parallelism this rank's part), D dim.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ LOSS_CHUNK = 4096
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary is split into blocks of rows over `group`. This rank's block starts at row `start`."""
+    """This rank's block of the vocabulary, which is split by rows over `group`. The block starts at
+    row `start`."""
 
     group: ProcessGroup
     start: int
@@ -32,27 +33,30 @@ class VocabShard:
 
 
 class ChunkedCrossEntropy:
-    """Summed cross-entropy, computed `chunk_tokens` at a time; with `shard`, over a vocabulary split over ranks.
+    """Summed cross-entropy, computed `chunk_tokens` at a time; with `shard`, over a vocabulary
+    split over ranks.
 
-    With a shard, every rank of its group must call it with the same x and targets. The gradient of x is then partial:
-    it must be summed over the ranks.
+    With a shard, every rank of its group must call it with the same x and targets. The gradient of
+    x is then partial: it must be summed over the ranks.
 
-    The gradients are those of the sum over valid targets of cross-entropy + `z_loss` log(Z)^2, where Z is the
-    denominator of the softmax (PaLM, 2204.02311); the loss is that without the second term.
+    The gradients are those of the sum over valid targets of cross-entropy + `z_loss` log(Z)^2,
+    where Z is the denominator of the softmax (PaLM, 2204.02311). The returned loss does not include
+    the second term.
     """
 
     def __init__(
         self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0, *, compiled: bool = False
     ) -> None:
-        """`compiled`: whether torch.compile fuses what is computed for a chunk, which must then have no shard."""
-        assert not (compiled and shard), "the sums over ranks would cut the graph"
+        """`compiled`: whether torch.compile fuses the computation of a chunk. Not allowed together
+        with `shard`."""
+        assert not (compiled and shard), "the sums over ranks would break the compiled graph"
         self.chunk_tokens = chunk_tokens
         self.shard = shard
         self.z_loss = z_loss
         self.chunk_loss = torch.compile(_chunk_loss) if compiled else _chunk_loss
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        """Loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
+        """Return the loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
         if not torch.is_grad_enabled():
             x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
         return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self)
@@ -75,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_x_TD[first : first + size] = probs_CV @ weight_VD
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, probs_CV, x_CD)
-            del probs_CV  # Frees it now: else it stays allocated beside the next chunk's logits.
+            del probs_CV  # Otherwise it stays allocated beside the next chunk's logits.
         ctx.save_for_backward(grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype))
         return loss
 
@@ -88,13 +92,15 @@ class _CrossEntropy(torch.autograd.Function):
 def _chunk_loss(
     x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of the chunk in fp32, and the gradient of its logits (C, V) in the dtype of x."""
+    """Return the chunk's summed loss in fp32, and the gradient of its logits (C, V) in the dtype of
+    x."""
     logits_CV = (x_CD @ weight_VD.t()).float()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
         shard.max(max_C)
     logits_CV.sub_(max_C[:, None])
-    # Masks instead of indices: with x on a GPU, the CPU does not know how many targets are in this shard.
+    # Use masks instead of indices: with x on a GPU, the CPU does not know how many targets are in
+    # this shard.
     is_valid_C = targets_C >= 0
     columns_C = targets_C - (0 if shard is None else shard.start)
     is_here_C1 = (is_valid_C & (columns_C >= 0) & (columns_C < weight_VD.shape[0]))[:, None].float()
@@ -108,17 +114,19 @@ def _chunk_loss(
     loss = ((log_sums_C - target_logits_C) * is_valid_C).sum()
     factor_C = is_valid_C / sums_C
     if z_loss:
-        # d log(Z)^2 = 2 log(Z) p, and p is the gradient of the cross-entropy but for the target.
+        # d log(Z)^2 = 2 log(Z) p, where p is the gradient of the cross-entropy except at the
+        # target.
         factor_C *= 1 + 2 * z_loss * (max_C + log_sums_C)
     probs_CV.mul_(factor_C[:, None])
-    # The targets' entries are written last and in the dtype of x, so that a compiler can write the others in one pass.
+    # Write the targets' entries last and in the dtype of x, so that a compiler can write all others
+    # in one pass.
     target_grads_C1 = probs_CV.gather(-1, columns_C1) - is_here_C1
     grad_CV = probs_CV.to(x_CD.dtype)
     return loss, grad_CV.scatter_(-1, columns_C1, target_grads_C1.to(x_CD.dtype))
 
 
 def _add_product(total_VD: Tensor, probs_CV: Tensor, x_CD: Tensor) -> None:
-    """total_VD += probs_CV^T x_CD, accumulated in fp32 over the chunks."""
+    """Add probs_CV^T x_CD to total_VD, which accumulates over the chunks in fp32."""
     if x_CD.dtype == torch.float32:
         total_VD.addmm_(probs_CV.t(), x_CD)
     else:

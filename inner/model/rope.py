@@ -22,10 +22,12 @@ from inner.model.sizes import ModelSizes
 
 
 def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
-    """What `rotate` multiplies with: (cos, cos) and (-sin, sin) of the angles at some positions of a sequence.
+    """Return the factors for `rotate`: (cos, cos) and (-sin, sin) of the angles at some positions
+    of a sequence.
 
-    (2, S, E), fp32 on the CPU. `seq_len` is the length of the whole sequence. The table has both halves of a head,
-    because each layer would keep one that it puts together itself for the backward.
+    (2, S, E), fp32 on the CPU. `seq_len` is the length of the whole sequence. The table has both
+    halves of a head, because a layer that concatenated them itself would keep its own copy for the
+    backward.
     """
     angles_SP = torch.outer(positions_S.float(), rope_frequencies(sizes, seq_len))
     cos_SP, sin_SP = angles_SP.cos(), angles_SP.sin()
@@ -34,7 +36,8 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
 
 
 def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
-    """Angle per position of each pair (P), fp32 on the CPU. Only dynamic scaling depends on `seq_len`."""
+    """Return the angle per position of each pair (P), fp32 on the CPU. Only dynamic scaling depends
+    on `seq_len`."""
     scaling, theta = sizes.rope_scaling, sizes.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
         theta *= _dynamic_growth(scaling, sizes.head_dim, seq_len)
@@ -47,7 +50,7 @@ def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by; 1 except for yarn."""
+    """Return the factor for cosines and sines; 1 except for yarn."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
@@ -57,19 +60,19 @@ def rotate(x_BSHE: Tensor, rope_2SE: Tensor) -> Tensor:
     """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back."""
     cos_SHE, sin_SHE = rope_2SE[:, : x_BSHE.shape[1], None]
     fp32_BSHE = x_BSHE.float()
-    # Rotating whole heads at once takes fewer passes than each half separately.
+    # Rotating whole heads takes fewer passes over memory than rotating each half separately.
     turned_BSHE = fp32_BSHE * cos_SHE + fp32_BSHE.roll(x_BSHE.shape[-1] // 2, dims=-1) * sin_SHE
     return turned_BSHE.to(x_BSHE.dtype)
 
 
 def _dynamic_growth(scaling: RopeScaling, head_dim: int, seq_len: int) -> float:
-    """What theta is multiplied by; 1 for sequences up to the original length."""
+    """Return the factor for theta; 1 for sequences up to the original length."""
     stretch = max(seq_len / scaling.original_length, 1.0)
     return (scaling.factor * stretch - scaling.factor + 1) ** (head_dim / (head_dim - 2))
 
 
 def _kept_share(frequencies_P: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Share s of each frequency that is not divided."""
+    """Return the share s of each frequency that is not divided."""
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
         turns_P = scaling.original_length * frequencies_P / (2 * math.pi)
@@ -81,6 +84,6 @@ def _kept_share(frequencies_P: Tensor, scaling: RopeScaling, theta: float) -> Te
             for turns in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
         )
         first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * num_pairs - 1)
-        # Where both are the same pair, the share falls at once.
+        # If both bounds are the same pair, the share falls from 1 to 0 at once.
         return 1 - ((torch.arange(num_pairs) - first) / max(last - first, 0.001)).clamp(0, 1)
     return torch.zeros_like(frequencies_P)

@@ -1,4 +1,4 @@
-"""Model sizes: the presets, and their resolution from a config. No torch here."""
+"""Model sizes: the presets, and how sizes follow from a config. No torch here."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -22,7 +22,7 @@ class ModelSizes:
     ffn_dim: int
     vocab_size: int
     own_head_dim: int | None = None
-    """Size of a head where it is not dim / num_heads."""
+    """Size of a head if it is not dim / num_heads; None if it is."""
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -41,13 +41,13 @@ class ModelSizes:
 
     @property
     def kv_dim(self) -> int:
-        """Width of the keys of all heads, and of the values."""
+        """Width of the keys of all heads, and of their values."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """A model that is none of ours, see inner/parallel/own_model.py."""
+    """An own model, which replaces the built-in decoder, see inner/parallel/own_model.py."""
 
     name: str
     """Its import path."""
@@ -76,7 +76,8 @@ _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 
 
 def resolve_model(config: ModelConfig, vocab_size: int) -> ModelSizes | OwnModel:
-    """What is trained: sizes of our decoder, or an own model. Raises InputError if sizes do not fit."""
+    """Return the model to train: sizes of the built-in decoder, or an own model. Raises InputError
+    if sizes do not fit."""
     if config.name is None:
         return resolve_sizes(config, vocab_size)
     _check_vocab_size(config, vocab_size)
@@ -92,14 +93,15 @@ def _check_vocab_size(config: ModelConfig, vocab_size: int) -> None:
 
 
 def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
-    """Apply the config to its preset; `vocab_size` is the tokenizer's. Raises InputError if the sizes do not fit.
+    """Apply the config to its preset; `vocab_size` is the tokenizer's. Raises InputError if the
+    sizes do not fit.
 
-    Also for an own model, of which nothing is known that could be counted.
+    Raises InputError also for an own model, because its FLOPs, memory and traffic are unknown.
     """
     if config.name is not None:
         raise InputError(
-            f"model.name: {config.name} is an own model, whose FLOPs, memory and traffic cannot be counted, nor its "
-            "weights written in a format of others; `train`, `launch`, `simulate` and `join` take it"
+            f"model.name: {config.name} is an own model: its FLOPs, memory and traffic cannot be counted, and its "
+            "weights cannot be exported; use it with `train`, `launch`, `simulate` and `join`"
         )
     _check_vocab_size(config, vocab_size)
     given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
@@ -125,7 +127,8 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
 
 
 def _check_heads(sizes: ModelSizes) -> None:
-    """Raise InputError unless head sizes are even (RoPE rotates pairs) and key-value heads are shared evenly."""
+    """Raise InputError unless head sizes are even (RoPE rotates pairs) and query heads share
+    key-value heads evenly."""
     if sizes.own_head_dim is not None and sizes.own_head_dim % 2:
         raise InputError(
             f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"
@@ -143,6 +146,6 @@ def _check_heads(sizes: ModelSizes) -> None:
         )
     if sizes.qk_norm and sizes.qkv_bias:
         raise InputError(
-            "model.qk_norm and model.qkv_bias are both true; no model type of transformers has both, so the weights "
-            "could not be exported; set one to false"
+            "model.qk_norm and model.qkv_bias are both true, but no model type of transformers has both, so the "
+            "weights could not be exported; set one to false"
         )

@@ -1,15 +1,15 @@
-"""The slice of the model that a pipeline stage holds."""
+"""The part of the model that a pipeline stage holds."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Contents of one (virtual) pipeline stage."""
+    """The part of the model in one (virtual) pipeline stage."""
 
     index: int
     layers: range
-    """Global layer numbers."""
+    """Numbers of the stage's layers in the whole model."""
     is_first: bool
     """Whether the stage has the embedding."""
     is_last: bool

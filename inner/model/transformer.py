@@ -1,8 +1,9 @@
-"""A Llama-style decoder without any knowledge of ranks.
+"""A Llama-style decoder whose code knows nothing of ranks.
 
-Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size.
-A parameter's full name does not depend on the parallel layout: layers.<number>.<module>.weight. Parallelism replaces
-plain attributes: Attention.attend and .kv_heads, Head.cross_entropy.
+Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head
+size. A parameter's full name does not depend on the parallel layout:
+layers.<number>.<module>.weight. Parallelism replaces plain attributes: Attention.attend and
+.kv_heads, Head.cross_entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.attend: Attend = causal_attention
         self.kv_heads: slice | None = None
-        """The projected key-value heads that this rank's query heads read. None: all."""
+        """The projected key-value heads that this rank's query heads read. None: all heads."""
 
     def forward(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None) -> Tensor:
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -79,16 +80,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Output head. It owns its weight unless that is tied to the embedding."""
+    """Output head. It has its own weight unless it is tied to the embedding."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        # A tied head reads the embedding's weight. A second Parameter would come untied in to_empty().
+        # A tied head reads the embedding's weight. A second Parameter would become a separate
+        # tensor in to_empty().
         self.weight = None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
         self.cross_entropy: CrossEntropy = ChunkedCrossEntropy(LOSS_CHUNK)
 
     def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None) -> Tensor:
-        """Loss summed over valid targets (0-dim fp32), or logits (B, S, V) without targets."""
+        """Return the loss summed over valid targets (0-dim fp32), or logits (B, S, V) without
+        targets."""
         weight_VD = tied_VD if self.weight is None else self.weight
         assert weight_VD is not None, "a tied head needs the embedding's table"
         if targets_BS is None:
@@ -104,7 +107,8 @@ class Transformer(nn.Module):
     def __init__(
         self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None, seq_len: int | None = None
     ) -> None:
-        """`positions_S` are the positions of the inputs in a sequence of `seq_len` (None: they are all), int64, CPU."""
+        """Build modules without values. `positions_S`: positions of the inputs in a sequence of
+        `seq_len`, int64 on the CPU. If `seq_len` is None, the positions are the whole sequence."""
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
@@ -131,7 +135,7 @@ class Transformer(nn.Module):
 
         Token ids below 0 are padding. S may be smaller than the number of positions that the model was built for.
         """
-        # Padding is still an input, so it must be an index that the embedding has.
+        # The embedding needs a valid index also for padding.
         x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self.rope_2SE, packing)

@@ -25,11 +25,13 @@ def build_optimizers(
     config: OptimizerConfig,
     muon_dtype: torch.dtype = torch.float32,
 ) -> list[Optimizer]:
-    """Build optimizers that together step every parameter once: one of ours or an own one, and AdamW beside it.
+    """Build optimizers that together step every parameter once: a built-in or an own optimizer, and
+    AdamW for other parameters.
 
-    Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its y. The groups carry
-    `lr_scale`, see set_lr. `all_names` are the parameters of the whole model, of which `stages` hold some; `muon_dtype`
-    is that of Muon's products. Raises InputError if a group's pattern selects none of the parameters.
+    Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its
+    y. The groups contain `lr_scale`, see set_lr. `all_names` are the parameters of the whole model,
+    of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix products. Raises
+    InputError if a group's pattern selects none of the parameters.
     """
     group_of = _assign_groups(all_names, config.groups)
     # Parameters with equal settings form one optimizer group.
@@ -73,11 +75,13 @@ def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: Optimi
 
 
 def _settings(name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig) -> tuple[str, float, float]:
-    """Optimizer, lr_scale and weight decay: those that the group sets, or the defaults for this kind of parameter."""
+    """Return optimizer, lr_scale and weight decay: the group's values, or the defaults for this
+    kind of parameter."""
     is_matrix = param.ndim == 2 and name != "embed.weight"
     weight_decay = config.weight_decay if is_matrix else 0.0
     optimizer = config.name
-    # Embedding and head are matrices too, but they are look-up tables rather than maps of the residual stream.
+    # Embedding and head are matrices, too, but they are look-up tables rather than maps of the
+    # residual stream.
     if config.name == "muon" and not (is_matrix and name.startswith("layers.")):
         optimizer = "adamw"
     if group is None:
@@ -87,7 +91,8 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
 
 
 def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict[str, ParamGroup | None]:
-    """First group whose pattern matches, by parameter name. Raises InputError if a group gets no parameter."""
+    """Return the first group whose pattern matches, by parameter name. Raises InputError if a group
+    gets no parameter."""
     patterns = [(group, NamePattern(group.pattern)) for group in groups]
     matches = {name: [group for group, pattern in patterns if pattern.is_in(name)] for name in all_names}
     for number, group in enumerate(groups):
@@ -108,7 +113,8 @@ def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of inner step `step`, counted from 0. The last step and all later ones get the lowest rate.
+    """Return the learning rate of inner step `step`, counted from 0. The last step and all later
+    steps get the lowest rate.
 
     For lr 1, min_lr_ratio 0, warmup_steps 2, total_steps 6, decay_steps 2:
 

@@ -31,15 +31,18 @@ def sum_tied(stages: Sequence[Transformer], ends: dist.ProcessGroup | None) -> N
 
 
 def sum_over_tensor_ranks(stages: Sequence[Transformer], group: dist.ProcessGroup, *, splits_stream: bool) -> None:
-    """Sum the gradients of weights that every rank of `tp` holds and uses for its own positions or heads.
+    """Sum the gradients of weights that every rank of `tp` holds and uses for its own positions or
+    heads.
 
-    Once a step for all of them, in fp32. Every rank of the group must call it.
+    It is called once per step, and sums all of them together in fp32. Every rank of the group must
+    call it.
     """
     named = [(name, param) for model in stages for name, param in model.named_parameters()]
     grads = [
         local_tensor(param.grad)
         for name, param in named
-        # Without sequence parallelism all ranks norm the same stream, and have its whole gradient.
+        # Without sequence parallelism, all ranks apply norms to the whole stream and already have
+        # the norms' whole gradients.
         if param.grad is not None and _is_on_all_tensor_ranks(param) and (splits_stream or ".attention." in name)
     ]
     if grads:
@@ -50,15 +53,17 @@ def sum_over_tensor_ranks(stages: Sequence[Transformer], group: dist.ProcessGrou
 
 
 def _is_on_all_tensor_ranks(param: Tensor) -> bool:
-    """Whether a parameter of a tensor-parallel model is replicated over tp, the last axis of its mesh."""
+    """Return whether a parameter of a tensor-parallel model is replicated over tp, the last axis of
+    its mesh."""
     assert isinstance(param, DTensor), "tensor parallelism makes DTensors of all parameters"
     return isinstance(param.placements[-1], Replicate)
 
 
 def squared_norm(stages: Sequence[Transformer]) -> Tensor:
-    """This rank's contribution to the squared 2-norm of the model's gradient, 0-dim fp32.
+    """Return this rank's contribution to the squared 2-norm of the model's gradient, 0-dim fp32.
 
-    The sum over all ranks is the squared norm: one replica and one copy of a tied table are counted.
+    The sum over all ranks is the squared norm: only one replica and one copy of a tied table
+    contribute.
     """
     grads = list(_counted_gradients(stages))
     if not grads:
@@ -86,5 +91,5 @@ def _is_first_replica(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return True
     place = grad.device_mesh.get_coordinate()
-    assert place is not None, "a gradient of another rank's mesh"
+    assert place is not None, "this rank is not in the gradient's mesh"
     return not any(isinstance(p, Replicate) and at for p, at in zip(grad.placements, place, strict=True))

@@ -1,6 +1,8 @@
-"""AdamW's moments next to the parameters, so that islands can average them (DES-LOC, 2505.22549; Local Adam).
+"""AdamW's moments next to the parameters, so that islands can average them (DES-LOC, 2505.22549;
+Local Adam).
 
-A moment has the name of its parameter followed by `@exp_avg` or `@exp_avg_sq`, and is sharded like it on every mesh.
+The name of a moment is its parameter's name followed by `@exp_avg` or `@exp_avg_sq`. It is sharded
+like its parameter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +31,8 @@ class ParamsAndMoments:
     """Slices of the parameters, then of the first moments, then of the second moments."""
 
     def __init__(self, params: LocalParams, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Every optimizer must be an AdamW, which may be quasi-hyperbolic, and no wrapper of one."""
+        """Create the moments. Every optimizer must be an AdamW, possibly quasi-hyperbolic, and not
+        a wrapper around it."""
         self._params = params
         self.specs = params.specs
         self.slices = list(params.slices)
@@ -44,45 +47,51 @@ class ParamsAndMoments:
                 self._moments.append([state[kind] for state in self._states[param_slice.name]])
 
     def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        """Slices by index, as `LocalParams.read_all`."""
+        """Return slices by index, see `LocalParams.read_all`."""
         return read_to_host({index: self.matrix(index) for index in indices})
 
     def write_all(self, values: Mapping[int, Tensor]) -> None:
-        """Write slices by index, as `LocalParams.write_all`."""
+        """Write slices by index, see `LocalParams.write_all`."""
         for index, new in values.items():
             self.write(index, new)
 
     def pinned(self, index: int) -> Tensor | None:
-        """Memory for new values of slice `index`, as `LocalParams.pinned`."""
+        """Return memory for new values of slice `index`, see `LocalParams.pinned`."""
         return pinned_like(self.matrix(index))
 
     def matrix(self, index: int) -> Tensor:
-        """Slice `index` where it lies, 2-D fp32."""
+        """Return slice `index` in its own memory, 2-D fp32."""
         number = index - len(self._params.slices)
         if number < 0:
             return self._params.matrix(index)
         return local_tensor(self._moments[number][0]).view(self.slices[index].shape)
 
     def write(self, index: int, values: Tensor) -> None:
-        """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all copies if it is tied."""
+        """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all
+        copies of a tied tensor."""
         number = index - len(self._params.slices)
         if number < 0:
             self._params.write(index, values)
             return
         target = self.slices[index]
-        assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
+        assert values.shape == target.shape, (
+            f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
+        )
         for moment in self._moments[number]:
             local_tensor(moment).view(target.shape).copy_(values, non_blocking=True)
 
     def live(self, index: int) -> Tensor | None:
-        """Slice `index` itself, to be written in place, where that is possible (see LocalParams); else None."""
+        """Return slice `index` itself, to be written in place, or None if that is not possible (see
+        LocalParams)."""
         return self._params.live(index) if index < len(self._params.slices) else None
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Set the step counts of AdamW's bias correction, by parameter name; names that this rank lacks are ignored.
+        """Set the step counts of AdamW's bias correction, by parameter name. Names that this rank
+        does not hold are ignored.
 
-        A count of 0 also zeroes both moments, because AdamW would divide a non-zero first moment by almost nothing. For
-        the same reason all first moments are held within what the second moments beside them allow.
+        A count of 0 also zeroes both moments, because AdamW would divide a non-zero first moment by
+        almost nothing. For the same reason all first moments are limited by their second moments,
+        see hold_within_second.
         """
         for name, count in steps.items():
             for state in self._states.get(name, []):
@@ -95,15 +104,15 @@ class ParamsAndMoments:
 
 
 def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, OptimizerState]:
-    """Create the states that AdamW would create in its first step. Returns them by parameter."""
+    """Create the states that AdamW would create in its first step, and return them by parameter."""
     states: dict[Tensor, OptimizerState] = {}
     for optimizer in optimizers:
         assert isinstance(optimizer, torch.optim.AdamW), f"{type(optimizer).__name__} has no such moments"
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state[param]
-                assert not state, "moments are made before the first step"
-                # A fused step reads its count on the parameter's device.
+                assert not state, "moments must be created before the first step"
+                # A fused step reads its step count on the parameter's device.
                 state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS}
                 states[param] = state
@@ -112,18 +121,20 @@ def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, Opt
 
 @torch.no_grad()
 def hold_within_second(optimizer: torch.optim.Optimizer) -> None:
-    """Hold the elements of first moments m within twice what AdamW itself can make beside the second moments v.
+    """Limit each element of a first moment m to twice the largest value that AdamW can reach with
+    its second moment v.
 
         |m| <= 2 c sqrt(v),   c^2 = sum_k ((1 - b1) b1^k)^2 / ((1 - b2) b2^k) = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2))
 
-    That is Cauchy and Schwarz's inequality for the two sums over an island's gradients, so it changes nothing of what
-    AdamW has made, nor of means of both moments. The mean of first moments alone may lie beyond: in the row of a token
-    that only other islands' texts have, v is 0 here, and AdamW would divide m by its epsilon.
+    The Cauchy-Schwarz inequality for the two sums over an island's gradients gives the largest
+    value. The limit therefore changes neither the moments of one AdamW nor means of both moments.
+    It matters when only first moments are averaged: in the row of a token that occurs only in other
+    islands' texts, v is 0 here, and AdamW would divide m by its epsilon.
     """
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         if beta1**2 >= beta2:
-            continue  # There is no such bound.
+            continue  # The sum diverges, so there is no bound.
         limit = 2 * (1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5
         for param in group["params"]:
             first, second = (local_tensor(optimizer.state[param][kind]) for kind in KINDS)

@@ -1,17 +1,17 @@
-"""An own inner optimizer, named by its import path, and what is tried with it before a run starts.
+"""An own inner optimizer, named by its import path, and the checks of it before a run starts.
 
 `optimizer.name: my_package.optimizers:Lion` is a subclass of torch.optim.Optimizer. It is built as
 
     Lion(groups, lr=..., **optimizer.options)
 
-where each group is {"params": [...], "lr_scale": float, "weight_decay": float}. What it must keep to:
+where each group is {"params": [...], "lr_scale": float, "weight_decay": float}. Requirements:
 
-- `group["lr"]` is set before each step; a step with 0 moves nothing. Decay is `group["weight_decay"]`.
-- Between steps it keeps nothing but `state[param][key]`: tensors, of the parameter's shape and sharding or 0-d. These
-  are saved, and moved to any other mesh. Groups are not: their values come from the config.
+- `group["lr"]` is set before each step; a step with 0 must not change parameters. Decay is `group["weight_decay"]`.
+- Between steps it keeps only `state[param][key]`: tensors, 0-d or with the parameter's shape and sharding. These are
+  saved, and moved to any other mesh. Groups are not saved: their values come from the config.
 - Parameters and gradients are fp32; plain tensors on an island of one rank, else DTensors. An elementwise optimizer
-  need not know the difference. One that is not elementwise (norms, matrix products) must give the same numbers on
-  shards as on whole matrices, as inner/optim/muon/muon.py does, and says so by the class attribute
+  need not know the difference. An optimizer that is not elementwise (norms, matrix products) must give the same numbers
+  on shards as on whole matrices, as inner/optim/muon/muon.py does, and declare this by the class attribute
   `handles_shards = True`. Without it, meshes that shard (dp_shard, cp, tp) are refused.
 - step() is called on all ranks of the island together, without a closure, and not after a step that is skipped.
 """
@@ -39,7 +39,7 @@ def build_own_optimizer(groups: list[Group], config: OptimizerConfig) -> Optimiz
     """Build the optimizer that the config names by its import path. Raises InputError if that fails."""
     found = load(config.name, KEY)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise InputError(f"{KEY}: got {config.name!r}, which is no subclass of torch.optim.Optimizer; name one")
+        raise InputError(f"{KEY}: got {config.name!r}, which is not a subclass of torch.optim.Optimizer; name one")
     try:
         return cast(Any, found)(groups, lr=config.lr, **config.options)
     except Exception as error:
@@ -51,7 +51,8 @@ def build_own_optimizer(groups: list[Group], config: OptimizerConfig) -> Optimiz
 
 
 def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
-    """Try an own optimizer on small tensors. Raises InputError if it cannot train on this mesh; see above."""
+    """Try an own optimizer on small tensors. Raises InputError if it cannot train on this mesh, see
+    the module's docstring."""
     if not is_import_path(config.name):
         return
     optimizer, whole = _train(config, _tensors(0), LR)
@@ -59,20 +60,21 @@ def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
     _, unmoved = _train(config, _tensors(0), 0.0)
     if not all(map(torch.equal, unmoved, _tensors(0))):
         raise InputError(
-            f"{KEY}: {config.name} moves parameters when group['lr'] is 0; take the rate from there in each step, "
+            f"{KEY}: {config.name} moves parameters when group['lr'] is 0; read group['lr'] in each step, "
             "because it follows optimizer.schedule"
         )
     shards = degrees.fsdp * degrees.tp
     if shards > 1 and not getattr(optimizer, "handles_shards", False) and not _is_elementwise(config, whole):
         raise InputError(
-            f"{KEY}: {config.name} steps the shards of a matrix otherwise than the whole, and this mesh ({degrees}) "
+            f"{KEY}: {config.name} steps the shards of a matrix differently from the whole, and this mesh ({degrees}) "
             "shards; make it compute on DTensors as if they were whole and set handles_shards = True in the class "
             "(see inner/optim/muon/muon.py), or use meshes of dp_replicate and pp alone"
         )
 
 
 def measure_state_bytes(config: OptimizerConfig) -> int:
-    """Bytes that an own optimizer keeps for each element of a matrix. Raises InputError."""
+    """Return the bytes that an own optimizer keeps for each element of a matrix. Raises
+    InputError."""
     optimizer, _ = _train(config, _tensors(0), LR)
     _check_state(optimizer, config.name)
     states = (state for param, kept in optimizer.state.items() if param.ndim == 2 for state in kept.values())
@@ -80,7 +82,7 @@ def measure_state_bytes(config: OptimizerConfig) -> int:
 
 
 def _tensors(seed: int) -> list[Tensor]:
-    """A matrix and a vector with the given seed's values."""
+    """Return a matrix and a vector with values drawn by the seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(ROWS, COLS, generator=generator), torch.randn(ROWS, generator=generator)]
 
@@ -88,7 +90,8 @@ def _tensors(seed: int) -> list[Tensor]:
 def _train(
     config: OptimizerConfig, start: Sequence[Tensor], lr: float, rows: slice = slice(None), cols: slice = slice(None)
 ) -> tuple[Optimizer, list[Tensor]]:
-    """The optimizer after a few steps on a part of the tensors, and what it has made of them. Raises InputError."""
+    """Step a part of the tensors a few times; return the optimizer and the stepped tensors. Raises
+    InputError."""
 
     def part(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[0][rows, cols].clone(), tensors[1][rows].clone()]
@@ -113,8 +116,8 @@ def _train(
     }
     if changed:
         raise InputError(
-            f"{KEY}: {config.name} changes {sorted(changed)} of its groups in step(), and groups are not saved; keep "
-            "what a resumed run needs in state[param], as tensors"
+            f"{KEY}: {config.name} changes {sorted(changed)} of its groups in step(), but groups are not saved; keep "
+            "values that a resumed run needs in state[param], as tensors"
         )
     return optimizer, [param.detach() for param in params]
 
@@ -124,10 +127,10 @@ def _settings_of(group: Group) -> Group:
 
 
 def _check_state(optimizer: Optimizer, name: str) -> None:
-    """Raise InputError if the state could not be saved and moved to another mesh."""
+    """Raise InputError if the state could not be saved or moved to another mesh."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param not in set(params) for param in optimizer.state):
-        raise InputError(f"{KEY}: {name} keeps state under {list(optimizer.state)}; only that of parameters is saved")
+        raise InputError(f"{KEY}: {name} keeps state under {list(optimizer.state)}; only state of parameters is saved")
     for param in params:
         for key, value in optimizer.state[param].items():
             if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
@@ -139,7 +142,8 @@ def _check_state(optimizer: Optimizer, name: str) -> None:
 
 
 def _is_elementwise(config: OptimizerConfig, whole: list[Tensor]) -> bool:
-    """Whether quarters of the tensors are stepped as they are in the whole tensors."""
+    """Return whether quarters of the tensors, stepped alone, get the same values as in the whole
+    tensors."""
     for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
         for cols in (slice(0, COLS // 2), slice(COLS // 2, COLS)):
             _, (matrix, vector) = _train(config, _tensors(0), LR, rows, cols)

@@ -1,7 +1,7 @@
 """Quasi-hyperbolic AdamW (QHAdam, 1810.06801), the inner optimizer of MT-DAO (2510.05361).
 
-A first moment of slow decay remembers the direction of all islands from one average to the next, and the gradient
-itself, beside it in the step, answers to what changes.
+A first moment with slow decay remembers the direction of all islands from one average to the next.
+The gradient itself is the other part of the step, and reacts to changes.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ class QuasiHyperbolicAdamW(AdamW):
 
         theta <- (1 - lr decay) theta - lr ((1 - w) g + w m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Its state is AdamW's, fp32, so checkpoints, memory and `outer.moments` are AdamW's, too. A weight w of 1 is AdamW.
+    Its state is AdamW's, fp32, so checkpoints, memory and `outer.moments` are as for AdamW. A
+    weight w of 1 is AdamW.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class QuasiHyperbolicAdamW(AdamW):
                     self._turn_to_gradient(param, group)
 
     def _turn_to_gradient(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Exchange the share 1 - w of AdamW's step, which was along m, for one along the gradient."""
+        """Correct AdamW's step, which was along m: replace the share 1 - w of it by a step along
+        the gradient."""
         state, (beta1, beta2) = self.state[param], group["betas"]
         correction1, correction2 = (1.0 - beta ** state["step"] for beta in (beta1, beta2))
-        assert param.grad is not None, "step() leaves out parameters without a gradient"
+        assert param.grad is not None, "step() must leave out parameters without a gradient"
         ahead = (local_tensor(state["exp_avg"]) / correction1).sub_(local_tensor(param.grad))
         size = (local_tensor(state["exp_avg_sq"]) / correction2).sqrt_().add_(group["eps"])
         local_tensor(param).addcdiv_(ahead, size, value=group["lr"] * self._gradient_weight)

@@ -1,4 +1,4 @@
-"""Notices loss spikes: a step's loss far above those of the steps before it."""
+"""Detect loss spikes: a step's loss far above the losses of the steps before it."""
 
 import math
 from collections import deque
@@ -13,16 +13,17 @@ class Spike:
     """A loss that is a spike."""
 
     deviations: float
-    """Standard deviations above the mean of the losses before it; infinity if these were all equal."""
+    """Number of standard deviations above the mean of the previous losses; infinity if these were
+    all equal."""
     action: str
-    """What the config does about it: `note`, `skip` or `rewind`."""
+    """The action that the config chooses: `note`, `skip` or `rewind`."""
 
 
 class SpikeWatch:
-    """The last losses of an island. All ranks see the same ones, so all decide alike.
+    """The last losses of an island. All ranks see the same losses, so all make the same decisions.
 
-    A spike enters the history like any loss: when the loss rises for good, for example because the data changes, the
-    later losses are soon normal again, and nothing is skipped for ever.
+    A spike enters the history like any loss. If the loss rises permanently, for example because the
+    data changes, later losses therefore soon count as normal, and steps are not skipped forever.
     """
 
     def __init__(self, config: SpikeConfig) -> None:
@@ -31,7 +32,8 @@ class SpikeWatch:
 
     @property
     def losses(self) -> list[float]:
-        """The losses that the next one is compared with, the oldest first; a checkpoint keeps them."""
+        """The losses that the next loss is compared with, the oldest first. A checkpoint saves
+        them."""
         return list(self._losses)
 
     @losses.setter
@@ -39,7 +41,8 @@ class SpikeWatch:
         self._losses = deque(values, maxlen=self._config.steps)
 
     def observe(self, loss: float) -> Spike | None:
-        """Take in a finite loss. Returns a spike if it is one; never before `steps` losses are known."""
+        """Add a finite loss to the history. Return a spike if it is one; there is none before
+        `steps` losses are known."""
         known = self.losses
         self._losses.append(loss)
         if len(known) < self._config.steps:

@@ -1,4 +1,5 @@
-"""Memory that the inner optimizers keep for each element of a parameter. No torch here, unless an own one is tried."""
+"""Memory that the inner optimizers keep per element of a parameter. No torch here, unless an own
+optimizer is tried."""
 
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from inner.config import OptimizerConfig
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes for each element: of the matrices in the blocks, and of all other parameters."""
+    """Bytes per element: of the matrices in the blocks, and of all other parameters."""
 
     block_matrix: int
     other: int
@@ -17,7 +18,8 @@ STATE_BYTES = {"adamw": StateBytes(8, 8), "sgd": StateBytes(0, 0), "muon": State
 
 
 def find_state_bytes(config: OptimizerConfig) -> StateBytes:
-    """What the optimizer of a config keeps. An own one is tried on small tensors. Raises InputError if that fails."""
+    """Return the bytes that a config's optimizer keeps. An own optimizer is tried on small tensors.
+    Raises InputError if that fails."""
     if config.name in STATE_BYTES:
         return STATE_BYTES[config.name]
     from inner.optim.own_optimizer import measure_state_bytes

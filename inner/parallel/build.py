@@ -1,4 +1,5 @@
-"""Builds a rank's share of a model, applying each parallel dimension in the one order in which they compose."""
+"""Build a rank's share of a model. Parallel dimensions are applied in the only order in which they
+can be combined."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from inner.parallel.weights.fsdp import apply_block_fsdp, apply_fsdp
 
 @dataclass(frozen=True)
 class Layout:
-    """A model, the mesh it is spread over, and how it computes there."""
+    """A model, the mesh that it is spread over, and how it computes there."""
 
     model: ModelSizes | OwnModel
     seq_len: int
@@ -45,8 +46,10 @@ class Layout:
 
     @property
     def sizes(self) -> ModelSizes:
-        """Sizes of our decoder."""
-        assert isinstance(self.model, ModelSizes), f"{self.model} is an own model, and on one stage"
+        """Sizes of the built-in decoder."""
+        assert isinstance(self.model, ModelSizes), (
+            f"{self.model} is an own model, which has no sizes and only one stage"
+        )
         return self.model
 
     @cached_property
@@ -57,7 +60,8 @@ class Layout:
 
     @cached_property
     def is_compiled(self) -> bool:
-        """Whether what each micro-batch computes is compiled; an own model only if the config says so."""
+        """Whether the computation of each micro-batch is compiled. An own model is compiled only if
+        the config asks for it."""
         if isinstance(self.model, OwnModel):
             return self.parallel.compile is True
         return is_compiled(self.parallel, self.mesh.degrees, self.device.type)
@@ -69,12 +73,13 @@ class Layout:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Positions in the sequence of this rank's tokens, int64 on the CPU."""
+        """Positions in the sequence that this rank holds, int64 on the CPU."""
         return rank_positions(self.parallel.context, self.seq_len, self.mesh.degrees.cp, self.mesh.at["cp"])
 
 
 def build_stages(layout: Layout) -> list[Transformer]:
-    """This rank's stages, parameters sharded and without values. Every rank must call it."""
+    """Build this rank's stages, with parameters that are sharded and without values. Every rank
+    must call it."""
     if isinstance(layout.model, OwnModel):
         return [_build_own_model(layout, layout.model)]
     mine = stages_at(layout.stages, layout.stage_ranks, layout.mesh.at["pp"])
@@ -82,7 +87,7 @@ def build_stages(layout: Layout) -> list[Transformer]:
 
 
 def build_whole(layout: Layout) -> nn.Module:
-    """The whole model without memory, for the names and shapes of its parameters."""
+    """Build the whole model without memory, for the names and shapes of its parameters."""
     if isinstance(layout.model, OwnModel):
         return build_own_model(layout.model, layout.seq_len)
     with torch.device("meta"):
@@ -100,12 +105,13 @@ def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
 
 
 def build_stage(layout: Layout, stage: Stage) -> Transformer:
-    """A stage as the ranks of its pp coordinate hold it, parameters sharded and without values; call it on all."""
+    """Build a stage for the ranks of its pp coordinate, with parameters that are sharded and
+    without values. All of these ranks must call it."""
     parallel, degrees = layout.parallel, layout.mesh.degrees
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
     if model.head is not None:
-        # Over a split vocabulary the ranks add up numbers in the middle of it.
+        # With a split vocabulary, the loss contains sums over ranks, which cannot be compiled.
         fuses_loss = layout.is_compiled and degrees.tp == 1
         model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk, z_loss=layout.z_loss, compiled=fuses_loss)
     if degrees.cp > 1:
@@ -122,7 +128,8 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
 
 
 def build_cutter(layout: Layout, eos_id: int | None) -> Cutter:
-    """Build what cuts windows into this rank's micro-batches; `eos_id` as in TrainerSettings."""
+    """Build the cutter of windows into this rank's micro-batches; `eos_id` as in
+    TrainerSettings."""
     everywhere = layout.parallel.context == "ulysses"
     return Cutter(layout.positions, layout.seq_len, eos_id, layout.device, attends_everywhere=everywhere)
 
@@ -130,7 +137,8 @@ def build_cutter(layout: Layout, eos_id: int | None) -> Cutter:
 def build_runner(
     layout: Layout, stages: Sequence[Transformer], micro_batch: int, num_micro_batches: int
 ) -> OneStage | Pipeline:
-    """Build what runs this rank's stages over the micro-batches of a step. Every rank must call it."""
+    """Build the runner of this rank's stages over the micro-batches of a step. Every rank must call
+    it."""
     degrees = layout.mesh.degrees
     copies = ComputeCopies(stages, layout.compute_dtype)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
@@ -145,13 +153,15 @@ def build_runner(
 
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
-    """Group of the two ranks with copies of a tied table; None if no sum is needed. Every rank must call it."""
+    """Return the group of the two ranks with copies of a tied table; None if no sum is needed.
+    Every rank must call it."""
     if isinstance(layout.model, OwnModel):
         return None
     first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
     if not layout.sizes.tie_embeddings or first == last:
         return None
-    # pp is the outermost axis: a stage's ranks are adjacent, and copies lie at the same place among them.
+    # pp is the outermost axis: a stage's ranks are adjacent, and copies are at the same place in
+    # their stages.
     per_stage = layout.mesh.degrees.num_ranks // layout.mesh.degrees.pp
     pairs = [(first * per_stage + place, last * per_stage + place) for place in range(per_stage)]
     groups: list[Any] = [dist.new_group(list(pair)) for pair in pairs]

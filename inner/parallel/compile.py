@@ -1,4 +1,5 @@
-"""torch.compile for blocks: one graph serves all of them and compiles in seconds; a whole model takes minutes."""
+"""torch.compile for blocks. One graph serves all blocks and compiles in seconds; a whole model
+would take minutes."""
 
 import logging
 
@@ -13,28 +14,33 @@ log = logging.getLogger(__name__)
 
 
 def is_compiled(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
-    """Whether blocks are compiled: as the config says, or with auto where it is of use and there is triton."""
+    """Return whether blocks are compiled: as the config says, or with auto if it is of use and
+    triton is installed."""
     if parallel.compile != "auto":
         return parallel.compile
     return is_worth_compiling(parallel, degrees, device_type) and _has_triton()
 
 
 def is_worth_compiling(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
-    """Whether to compile unasked: on CUDA, unless torch is known to fail, or would make several graphs of a block."""
+    """Return whether auto compiles: on CUDA, unless torch is known to fail or to make several
+    graphs of a block."""
     is_whole = degrees.cp == 1
     return device_type == "cuda" and is_whole and find_compile_obstacle(parallel, degrees) is None
 
 
 def compile_blocks(model: nn.Module, device_type: str) -> None:
-    """Compile the blocks in `model.layers`, at their first forward. Raises InputError if no compiler is available.
+    """Compile the blocks in `model.layers` at their first forward. Raises InputError if no compiler
+    is available.
 
-    Call it after tensor parallelism and recomputation, before FSDP. The input of a block must not be an asynchronous
-    tensor, on which the compiled backward fails ("'Tensor' object has no attribute '_local_tensor'").
+    Call it after tensor parallelism and recomputation, before FSDP. The input of a block must not
+    be an asynchronous tensor, on which the compiled backward fails ("'Tensor' object has no
+    attribute '_local_tensor'").
 
-    Known limits of torch 2.13: the exchange of context parallelism runs eagerly between two graphs, and with
-    recomputation around it the whole block does. With tensor parallelism, recomputation must be none or selective,
-    as otherwise the compiler tries to keep a DeviceMesh for the backward. A schedule that splits the backward (zero
-    bubble) cannot run twice through a compiled one.
+    Known limits of torch 2.13: the exchange of context parallelism runs eagerly between two graphs,
+    and with recomputation around it the whole block runs eagerly. With tensor parallelism,
+    recomputation must be none or selective, as otherwise the compiler tries to keep a DeviceMesh
+    for the backward. A schedule that splits the backward (zero bubble) cannot run twice through a
+    compiled backward.
     """
     _check_compiler(device_type)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_tell_of_limit)
@@ -43,19 +49,20 @@ def compile_blocks(model: nn.Module, device_type: str) -> None:
 
 
 def _tell_of_limit(record: logging.LogRecord) -> bool:
-    """Say what a message of torch's about its limit means for the run; all of its messages pass."""
+    """Explain torch's message about its limit on graphs, and what it means for the run. Returns
+    True, so all messages pass."""
     if "recompile_limit" in record.getMessage():
         log.warning(
-            "island.parallel.compile: torch.compile has made all the graphs of a function that it allows; for inputs "
-            "unlike those before, it runs uncompiled from now on, slower and with the same numbers. Keep data.seq_len "
-            "and island.micro_batch fixed, or set compile to false. torch says: %s",
+            "island.parallel.compile: torch.compile has reached its limit of graphs for a function; for inputs of new "
+            "shapes, the function runs uncompiled from now on, slower but with the same numbers. Keep data.seq_len "
+            "and island.micro_batch fixed, or set compile to false. torch's message: %s",
             record.getMessage().replace("\n", " "),
         )
     return True
 
 
 def _check_compiler(device_type: str) -> None:
-    # Imported here because these take a second and only compilation needs them.
+    # Imported here because these modules take a second to import, and only compilation needs them.
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -66,7 +73,7 @@ def _check_compiler(device_type: str) -> None:
         except InvalidCxxCompiler:
             compiler = config.cpp.cxx[-1]
             raise InputError(
-                f"parallel.compile: needs a C++ compiler on a CPU, and {compiler!r} cannot be run; install one "
+                f"parallel.compile: needs a C++ compiler on a CPU, but {compiler!r} cannot be run; install one "
                 "(apt install g++), or name yours in CXX, or set parallel.compile to false"
             ) from None
     elif not _has_triton():

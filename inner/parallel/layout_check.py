@@ -1,4 +1,4 @@
-"""Checks that a model fits a mesh; every error names the field, the value and a cure. No torch."""
+"""Check that a model fits a mesh. Every error names the field, the value and a cure. No torch."""
 
 import re
 from importlib.metadata import version
@@ -12,8 +12,8 @@ from inner.model.sizes import ModelSizes
 from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
 
 SPLITS_SINCE = (2, 13)
-"""The first torch that splits a backward right. 2.11 and 2.12 fail on arguments without a gradient, and count the
-gradients of some weights twice."""
+"""The first version of torch that splits a backward correctly. 2.11 and 2.12 fail on arguments
+without a gradient, and count the gradients of some weights twice."""
 
 
 def check_layout(
@@ -21,7 +21,8 @@ def check_layout(
 ) -> None:
     """Raise InputError if the island's mesh cannot hold or run the model.
 
-    `num_micro_batches` is the number that a rank runs in one step, see mesh.accumulation_steps.
+    `num_micro_batches` is the number of micro-batches per rank and step, see
+    mesh.accumulation_steps.
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp, head_layers(sizes, seq_len, parallel.recompute))
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
@@ -40,7 +41,8 @@ def check_layout(
 
 
 def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | None = None) -> None:
-    """Raise InputError if torch (`installed`, or the one here) is too old for the schedule of a pipeline."""
+    """Raise InputError if torch is too old for the pipeline's schedule. `installed`: its version;
+    None: the one installed."""
     if degrees.pp == 1 or parallel.schedule not in SPLIT_BACKWARD:
         return
     installed = installed or version("torch")
@@ -48,13 +50,14 @@ def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | Non
     if number is not None and (int(number[1]), int(number[2])) < SPLITS_SINCE:
         raise InputError(
             f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch 2.13 or later, "
-            f"and this is {installed}; install torch 2.13, or set schedule to 1f1b, interleaved_1f1b or breadth_first"
+            f"but this is {installed}; install torch 2.13, or set schedule to 1f1b, interleaved_1f1b or breadth_first"
         )
 
 
 def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
     if parallel.zero == 3 and degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
-        # torch 2.13 does not raise: parameters silently end up with no gradient or with a part of it.
+        # torch 2.13 does not raise here: parameters silently end up with no gradient or with a part
+        # of it.
         raise InputError(
             f"island.parallel.zero: 3 frees weights that schedule {parallel.schedule}, which splits the backward, "
             "still needs, and gradients would be lost; set zero to 2 or leave it out, or schedule to "
@@ -63,14 +66,15 @@ def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
 
 
 def _check_compile(parallel: ParallelConfig, degrees: Degrees) -> None:
-    """Refuse layouts that torch 2.13 cannot compile, if the config asks for it."""
+    """Raise InputError if the config asks to compile a layout that torch 2.13 cannot compile."""
     obstacle = find_compile_obstacle(parallel, degrees) if parallel.compile is True else None
     if obstacle is not None:
         raise InputError(f"island.parallel.compile: {obstacle}")
 
 
 def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | None:
-    """Why torch 2.13 cannot compile the blocks of a layout, and what to set; None if it can."""
+    """Return why torch 2.13 cannot compile the blocks of a layout, and what to set; None if it
+    can."""
     recompute = parallel.recompute
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         return (
@@ -117,7 +121,7 @@ def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_hea
             f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp {cp}, "
             f"island.parallel.context {method}); try data.seq_len {nearest_multiples(seq_len, unit)}"
         )
-    # With fewer key-value heads than ranks of tp, each rank of tp has one of them.
+    # If there are fewer key-value heads than ranks of tp, each rank of tp has one key-value head.
     heads, kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
     if method == "ulysses" and (heads % cp or kv_heads % cp):
         most = gcd(heads, kv_heads)

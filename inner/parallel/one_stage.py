@@ -1,4 +1,5 @@
-"""Forward and backward of a model without pipeline parallelism, with the same interface as Pipeline."""
+"""Forward and backward of a model without pipeline parallelism, with the same interface as
+Pipeline."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,12 +17,13 @@ Loss = Callable[[Transformer, MicroBatch], Tensor]
 
 
 def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
-    """The loss of a Transformer, which computes it in its head."""
+    """Return the loss of a Transformer, which computes it in its head."""
     return model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing)
 
 
 class OneStage:
-    """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of micro-batches."""
+    """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of
+    micro-batches."""
 
     def __init__(
         self,
@@ -32,7 +34,8 @@ class OneStage:
         reduces_each: bool,
         loss: Loss = whole_loss,
     ) -> None:
-        """`reduces_each`: whether every micro-batch, not only the last, reduces its gradients over the shards."""
+        """`reduces_each`: whether every micro-batch reduces its gradients over the shards, and not
+        only the last."""
         self._model = model
         self._device = device
         self._copies = copies
@@ -40,7 +43,8 @@ class OneStage:
         self._loss = partial(loss, model)
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return that loss (0-dim fp32)."""
+        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return the summed
+        loss (0-dim fp32)."""
         total = torch.zeros((), device=self._device)
         with self._copies:
             for number, micro_batch in enumerate(micro_batches):
@@ -53,6 +57,6 @@ class OneStage:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The summed loss (0-dim fp32), without gradients."""
+        """Return the summed loss (0-dim fp32) without computing gradients."""
         with self._copies:
             return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))

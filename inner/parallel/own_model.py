@@ -1,21 +1,23 @@
-"""An own model, named by its import path: what it must keep to, how it is tried, built and given its first weights.
+"""An own model, named by its import path: its requirements, and how it is checked, built and
+initialised.
 
-`model.name: my_package.models:GatedConv` is a class of modules. It is built as
+`model.name: my_package.models:GatedConv` is a subclass of torch.nn.Module. It is built as
 
     GatedConv(vocab_size=..., seq_len=..., **model.options)
 
-and what it must keep to:
+Requirements:
 
 - `forward(tokens_BS)` maps int64 tokens (B, S), S at most seq_len, to logits (B, S, V) with V at least vocab_size.
-  Position s sees tokens up to s alone. The loss is ours: the cross-entropy in fp32, summed over valid targets.
-- `layers` is a ModuleList (or ModuleDict) of its blocks: what FSDP gathers, and what recomputation and torch.compile
-  take, at a time; fragments are made of them. Decay, Muon and groups go by names: `embed.weight` does not decay.
+  Position s sees only tokens up to s. The trainer computes the loss: cross-entropy in fp32, summed over valid targets.
+- `layers` is a ModuleList (or ModuleDict) of its blocks. FSDP gathers, recomputation repeats and torch.compile compiles
+  one block at a time, and fragments consist of blocks. Decay, Muon and groups depend on names: `embed.weight` does not
+  decay.
 - `axes` names the axes of the mesh that it may be spread over: dp_replicate, dp_shard, or both.
-- Parameters are fp32, have a dim at least, and all of them have gradients. Buffers are filled by a method
-  `fill_buffers()`, because modules are built without memory.
-- First weights: `normal_of(name)`, if it is there, gives mean and standard deviation of a parameter. Without it, the
-  weights of modules named `norm` are 1, biases 0, and all others have a standard deviation of 0.02. They are drawn by
-  rows from (seed, name), so they are the same on every mesh and processor.
+- Parameters are fp32, have at least one dimension, and all of them have gradients. A method `fill_buffers()` fills
+  buffers, because modules are built without memory.
+- Initial weights: an optional method `normal_of(name)` returns mean and standard deviation of a parameter. Without it,
+  the weights of modules named `norm` are 1, biases 0, and all others have a standard deviation of 0.02. Weights are
+  drawn by rows from (seed, name), so they are the same on every mesh and processor.
 """
 
 from collections.abc import Iterator
@@ -40,32 +42,37 @@ from inner.params import LocalParams
 
 KEY = "model.name"
 AXES = ("dp_replicate", "dp_shard")
-"""Axes that an own model may name."""
+"""Axes of the mesh that an own model may name."""
 
 
 def build_own_model(model: OwnModel, seq_len: int) -> Transformer:
-    """Build the model without memory, as the one stage of its pipeline. Raises InputError if that fails."""
+    """Build the model without memory, as a pipeline with a single stage. Raises InputError if that
+    fails."""
     found = load(model.name, KEY)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise InputError(f"{KEY}: got {model.name!r}, which is no subclass of torch.nn.Module; name one")
+        raise InputError(f"{KEY}: got {model.name!r}, which is not a subclass of torch.nn.Module; name one")
     with torch.device("meta"), _explained(f"is {call_text(found)}, and with {_arguments(model)} it raised"):
         built = cast(Any, found)(vocab_size=model.vocab_size, seq_len=seq_len, **model.options)
     layers = getattr(built, "layers", None)
     if not isinstance(layers, nn.ModuleList | nn.ModuleDict) or not len(layers):
         raise InputError(f"{KEY}: {model.name} has no blocks in `layers`, a torch.nn.ModuleList; put them there")
     built.stage = Stage(0, range(len(layers)), is_first=True, is_last=True)
-    # All that the parallel dimensions of such a model use is what its docstring says.
+    # The parallel dimensions use only those members of a Transformer that the module's docstring
+    # requires.
     return cast(Transformer, built)
 
 
 def check_own_model(
     model: OwnModel, degrees: Degrees, parallel: ParallelConfig, seq_len: int, *, masks_documents: bool
 ) -> None:
-    """Make a forward and a backward without memory. Raises InputError if the model cannot train on this mesh."""
+    """Run a forward and a backward without memory. Raises InputError if the model cannot train on
+    this mesh."""
     built: nn.Module = build_own_model(model, seq_len)
     _check_axes(model, tuple(getattr(built, "axes", ())), degrees)
     if masks_documents:
-        raise InputError(f"data.document_mask: {model.name} gets tokens only; set document_mask to false")
+        raise InputError(
+            f"data.document_mask: {model.name} gets only tokens, and no documents; set document_mask to false"
+        )
     if parallel.recompute == "attention":
         raise InputError(f"island.parallel.recompute: {model.name} may have no attention; set it to selective or full")
     if next(built.buffers(), None) is not None and not hasattr(built, "fill_buffers"):
@@ -73,12 +80,15 @@ def check_own_model(
     for name, param in built.named_parameters():
         if param.dtype != torch.float32 or param.ndim == 0:
             got = f"{param.dtype} {tuple(param.shape)}"
-            raise InputError(f"{KEY}: {model.name} has {name} as {got}; parameters are fp32 and have a dim at least")
+            raise InputError(
+                f"{KEY}: {model.name} has {name} as {got}; parameters must be fp32 and have at least one dimension"
+            )
     _check_pass(model, built, seq_len)
 
 
 def own_param_specs(model: OwnModel, seq_len: int) -> tuple[ParamSpec, ...]:
-    """Full name and shape of every parameter. Raises InputError if the model cannot be built."""
+    """Return full name and shape of every parameter. Raises InputError if the model cannot be
+    built."""
     built = build_own_model(model, seq_len)
     return tuple(ParamSpec(name, tuple(param.shape)) for name, param in built.named_parameters())
 
@@ -98,7 +108,8 @@ def initialise_own_model(params: LocalParams, model: nn.Module, seed: int) -> No
 
 
 def own_model_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Cross-entropy summed over valid targets, 0-dim fp32. Padding is a token below 0, and becomes token 0."""
+    """Return the cross-entropy summed over valid targets, 0-dim fp32. Padding is a token below 0
+    and is replaced by token 0."""
     logits_BSV = model(batch.tokens_BS.clamp(min=0))
     targets = batch.targets_BS.flatten()
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets.clamp(min=-1), ignore_index=-1, reduction="sum")
@@ -132,7 +143,9 @@ def _check_pass(model: OwnModel, built: nn.Module, seq_len: int) -> None:
     with _explained("failed in the backward:"):
         logits.float().sum().backward()
     if unused := [name for name, param in built.named_parameters() if param.grad is None]:
-        raise InputError(f"{KEY}: {model.name} has {unused[0]}, which has no gradient; leave out what is not used")
+        raise InputError(
+            f"{KEY}: {model.name} has {unused[0]}, which gets no gradient; leave out parameters that are not used"
+        )
 
 
 @contextmanager

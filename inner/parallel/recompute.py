@@ -1,4 +1,5 @@
-"""Activation checkpointing: the backward of a block recomputes what its forward did not keep.
+"""Activation checkpointing: the backward of a block recomputes activations that its forward did not
+keep.
 
     none        everything is kept
     attention   each block's attention is recomputed, including its projections
@@ -7,9 +8,10 @@
 
 A block's last matrix product is needed only by the next block, and is never recomputed.
 
-Why not torch.utils.checkpoint: a zero-bubble pipeline computes the gradients of inputs and of weights in two or more
-backward passes. torch would recompute a block in each of them, or fail with `selective`. Here a block is recomputed
-once, when its first tensor is needed, and each tensor then lives as long as the graph refers to it.
+torch.utils.checkpoint is not used, because a zero-bubble pipeline computes the gradients of inputs
+and of weights in two or more backward passes. torch would recompute a block in each of them, or
+fail with `selective`. Here a block is recomputed once, when its first tensor is needed, and each
+tensor then lives as long as the graph refers to it.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from inner.config import Recompute
 from inner.model.attention_kernels import VARLEN_OPERATOR
 
-# Without bmm: only attention that has no fused kernel uses it, for all pairs of positions.
+# bmm is not in this set: only attention without a fused kernel uses it, and its results have all
+# pairs of positions.
 KEPT_OPERATORS = {
     getattr(getattr(torch.ops, library), name).default
     for library, names in {
@@ -46,10 +49,11 @@ KEPT_OPERATORS = {
 
 
 def apply_recompute(model: nn.Module, kind: Recompute) -> None:
-    """Let the blocks in `model.layers` recompute according to `kind`; gradients and parameter names do not change.
+    """Let the blocks in `model.layers` recompute according to `kind`. Gradients and parameter names
+    do not change.
 
-    Call it after tensor and context parallelism, before compile_blocks and FSDP. Ranks that share a block's
-    collectives repeat those in its backward, so all must use the same kind.
+    Call it after tensor and context parallelism, before compile_blocks and FSDP. A block's backward
+    repeats its collectives, so all ranks of these collectives must use the same kind.
     """
     for layer in model.get_submodule("layers").children():
         if kind == "attention":
@@ -61,9 +65,10 @@ def apply_recompute(model: nn.Module, kind: Recompute) -> None:
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    # A wrapper module would change the names and put FSDP's hooks inside the repeated part. With a method in place of
-    # a partial, torch.compile sees that all blocks share it and compiles one graph.
-    assert "forward" not in vars(module), "the forward of the class is the one that is repeated"
+    # A wrapper module would change the names and put FSDP's hooks inside the repeated part. A
+    # method is used instead of a partial, so that torch.compile sees that all blocks share it and
+    # compiles one graph.
+    assert "forward" not in vars(module), "only a forward that is defined in the class can be repeated"
     module.forward = MethodType(forward, module)
 
 
@@ -78,7 +83,7 @@ def _keep_expensive(module: nn.Module, *args: Any) -> Tensor:
 def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Tensor:
     forward = partial(type(module).forward, module, *args)
     if torch.compiler.is_compiling():
-        # The compiler must see what is kept, and builds a single backward anyway.
+        # The compiler must see which tensors are kept, and builds a single backward anyway.
         options: dict[str, Any] = {"context_fn": _selective_contexts} if is_selective else {}
         return checkpoint(type(module).forward, module, *args, use_reentrant=False, preserve_rng_state=False, **options)
     if not torch.is_grad_enabled():
@@ -90,7 +95,8 @@ def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Te
 
 
 def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts around a forward and around its repetition that keep the results of KEPT_OPERATORS."""
+    """Return contexts around a forward and around its repetition that keep the results of
+    KEPT_OPERATORS."""
     return create_selective_checkpoint_contexts(_policy)
 
 
@@ -99,7 +105,7 @@ def _policy(_context: object, operator: object, *_args: object, **_kwargs: objec
 
 
 class _SavedTensor:
-    """Placeholder that autograd holds instead of a tensor."""
+    """A placeholder that autograd holds instead of a tensor."""
 
     value: Tensor | None = None
 
@@ -114,7 +120,8 @@ class _RepeatableCall:
     def __init__(self, repeat: Callable[[], Tensor], around: AbstractContextManager) -> None:
         self._repeat = repeat
         self._around = around
-        # Weak references let a tensor go once the backward is done with it, and the call with the last of them.
+        # The references are weak, so that a tensor is freed once the backward is done with it, and
+        # the call with its last tensor.
         self._saved: list[ref[_SavedTensor]] = []
 
     def pack(self, _: Tensor) -> _SavedTensor:
@@ -129,14 +136,16 @@ class _RepeatableCall:
         return saved.value
 
     def _recompute(self) -> None:
-        """Repeat the forward and fill the placeholders with the tensors that it saves, in the same order."""
+        """Repeat the forward and fill the placeholders with the tensors that it saves, in the same
+        order."""
         remaining = iter(self._saved)
         num_left = len(self._saved)
 
         def fill_next(tensor: Tensor) -> Tensor:
             nonlocal num_left
             saved = next(remaining)()
-            # Detached, because an output held by its own node would form a cycle and never be freed.
+            # Detach the tensor: an output held by its own autograd node would form a cycle and
+            # never be freed.
             value = tensor.detach()
             if saved is not None:
                 saved.value = value

@@ -1,13 +1,15 @@
-"""Tensor parallelism: each rank of `tp` holds a block of every matrix, and of the stream with sequence parallelism.
+"""Tensor parallelism: each rank of `tp` holds a block of every matrix, and of the stream with
+sequence parallelism.
 
 embed                      rows (vocabulary)
 q, k, v, gate, up          rows: heads and hidden units          x is gathered once before them
 out, down                  columns                               partial sums are scattered (or all-reduced) after
 norms                      replicated; each rank norms its own positions
-head                       rows (vocabulary)                     logits stay sharded; two small all-reduces a chunk
+head                       rows (vocabulary)                     logits stay sharded; two small all-reduces per chunk
 
-Parameters are DTensors, for FSDP, checkpoints and the view of a model by names. Activations are plain tensors, each
-rank's own: DTensor's dispatch takes more of the host's time than small layers take to compute.
+Parameters are DTensors, for FSDP, checkpoints and the view of a model by names. Activations are
+plain tensors, each rank's own: for small layers, DTensor's dispatch takes more of the host's time
+than the computation.
 """
 
 from collections.abc import Callable
@@ -28,11 +30,12 @@ from inner.model.transformer import Block, Head, Transformer
 from inner.parallel.tensor_stream import TensorStream
 
 STREAM = "tensor_stream"
-"""Attribute of the modules that gather the stream or sum it."""
+"""Attribute of the modules that gather or sum the stream."""
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
+    """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call
+    it, before FSDP."""
     stream = TensorStream(mesh.get_group().group_name, mesh.size(), is_split=sequence_parallel)
     for layer in model.blocks():
         _split_block(layer, model.sizes, mesh, stream)
@@ -47,11 +50,11 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
 
 def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: TensorStream) -> None:
     if sizes.num_kv_heads < mesh.size():
-        # Each rank projects all key-value heads and reads the one that its queries share.
+        # Each rank projects all key-value heads and reads the single head that its queries share.
         mine = mesh.get_local_rank() * sizes.num_kv_heads // mesh.size()
         layer.attention.kv_heads = slice(mine, mine + 1)
     for param in block_params(sizes):
-        if param.name.endswith(".weight"):  # A bias goes with the weight of its module.
+        if param.name.endswith(".weight"):  # A bias is split together with its module's weight.
             _split_module(layer.get_submodule(param.module), param, sizes, mesh, stream)
     for reader in (layer.attention, layer.ffn):
         # A single gather serves all projections of the same x.
@@ -62,7 +65,7 @@ def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: Tens
 def _split_module(
     module: nn.Module, weight: BlockParam, sizes: ModelSizes, mesh: DeviceMesh, stream: TensorStream
 ) -> None:
-    """Distribute a module of a block as its weight is cut."""
+    """Distribute a block's module over the mesh in the way that its weight is cut."""
     if not weight.is_matrix:
         _split(module, mesh, Replicate(), _norm_here)
     elif weight.is_input:
@@ -74,21 +77,25 @@ def _split_module(
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:
-    """Distribute a module's parameters, and let it compute `forward(module, x)` with what this rank has.
+    """Distribute a module's parameters, and let it compute `forward(module, x)` with this rank's
+    part of them.
 
-    Where ranks compute with a whole weight on different inputs, its gradient is a part of the sum over them: see
+    If ranks use a whole weight on different inputs, each has only a part of its gradient: see
     gradients.sum_over_tensor_ranks.
     """
     for name, param in list(module.named_parameters(recurse=False)):
-        # No values are sent: parameters are on the meta device, and initial values are the same on every rank.
+        # No values are sent, because parameters are on the meta device and initial values are the
+        # same on every rank.
         sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded))
-    # A method, and no partial of each module's own: torch.compile then sees that all blocks share one graph.
+    # Use a method and not a partial per module, so that torch.compile sees that all blocks share
+    # one graph.
     module.forward = MethodType(forward, module)
 
 
 def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
-    """Each rank scores its rows of the vocabulary for all positions; logits are never gathered."""
+    """Let each rank compute the logits of its rows of the vocabulary for all positions. Logits are
+    never gathered."""
     assert isinstance(head.cross_entropy, ChunkedCrossEntropy)
     for name, param in list(head.named_parameters(recurse=False)):
         head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
@@ -119,9 +126,10 @@ def _norm_here(module: nn.RMSNorm, x_BSD: Tensor) -> Tensor:
 
 
 def _embed_here(module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
-    """Look up the tokens of this rank's rows of the vocabulary; the sum over ranks is the stream.
+    """Look up the tokens of this rank's rows of the vocabulary. The sum over all ranks is the
+    stream.
 
-    DTensor's own would compute the gradient of the whole table on every rank.
+    DTensor's own lookup would compute the gradient of the whole table on every rank.
     """
     weight_VD = _local(module.weight)
     rows_BS = tokens_BS - _first_row(module.weight)
@@ -133,18 +141,20 @@ def _embed_here(module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
 def _sharded_cross_entropy(
     mesh: DeviceMesh, whole: ChunkedCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 ) -> Tensor:
-    """Summed cross-entropy as by `whole`, over a table whose rows are sharded over the ranks of `mesh`."""
+    """Compute the same summed cross-entropy as `whole`, with a table whose rows are sharded over
+    the ranks of `mesh`."""
     shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
     return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss)(x_TD, _local(weight_VD), targets_T)
 
 
 def _local(weight: Tensor) -> Tensor:
-    """This rank's rows of a weight, or all of it; gradients flow back."""
+    """Return this rank's rows of a weight, or all of it if it is not sharded. Gradients flow
+    back."""
     assert isinstance(weight, DTensor)
     return weight.to_local()
 
 
 def _first_row(weight: Tensor) -> int:
-    """Index of this rank's first row."""
+    """Return the index of this rank's first row."""
     assert isinstance(weight, DTensor)
     return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]

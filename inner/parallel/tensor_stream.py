@@ -1,7 +1,9 @@
-"""How tensor-parallel ranks share the residual stream: whole before a pair of matrices, summed over ranks after it.
+"""How tensor-parallel ranks share the residual stream: whole before a pair of matrices, summed over
+ranks after it.
 
-Each rank holds its block of the positions (sequence parallelism), or the whole stream. The backward of one is the
-other. The collectives are those that torch.compile and recomputation see as single operators.
+Each rank holds its block of the positions (sequence parallelism), or the whole stream. Gathering is
+the backward of summing, and the reverse. torch.compile and recomputation see each of these
+collectives as a single operator.
 """
 
 from dataclasses import dataclass
@@ -15,21 +17,22 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class TensorStream:
-    """The stream of one group of ranks. All of them must make each call together."""
+    """The stream of one group of ranks. All ranks of the group must make each call together."""
 
     group_name: str
     num_ranks: int
     is_split: bool
-    """Whether each rank holds its block of the positions only."""
+    """Whether each rank holds only its block of the positions."""
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """All positions, from what this rank holds. Gradients of the result are summed over the ranks."""
+        """Return the stream at all positions, from each rank's part. Gradients of the result are
+        summed over the ranks."""
         whole_BSD = _Gather.apply(x_BSD, self)
         assert isinstance(whole_BSD, Tensor)
         return whole_BSD
 
     def scatter(self, part_BSD: Tensor) -> Tensor:
-        """What this rank holds of the sum over the ranks."""
+        """Sum `part_BSD` over the ranks, and return the part of the sum that this rank holds."""
         x_BSD = _Scatter.apply(part_BSD, self)
         assert isinstance(x_BSD, Tensor)
         return x_BSD
@@ -58,7 +61,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def _gather(x_BSD: Tensor, stream: TensorStream) -> Tensor:
-    """All ranks' blocks of the positions, one after the other."""
+    """Return the blocks of positions of all ranks, one after the other."""
     n, (B, S, D) = stream.num_ranks, x_BSD.shape
     stacked = _functional.all_gather_into_tensor(x_BSD.contiguous(), n, stream.group_name)
     blocks_NBSD = _functional.wait_tensor(stacked).view(n, B, S, D)
@@ -66,7 +69,7 @@ def _gather(x_BSD: Tensor, stream: TensorStream) -> Tensor:
 
 
 def _sum(part_BSD: Tensor, stream: TensorStream) -> Tensor:
-    """The sum over the ranks, or this rank's block of its positions."""
+    """Return the sum over the ranks, or this rank's block of its positions."""
     if not stream.is_split:
         return _functional.wait_tensor(_functional.all_reduce(part_BSD.contiguous(), "sum", stream.group_name))
     n, (B, S, D) = stream.num_ranks, part_BSD.shape

@@ -4,7 +4,7 @@ state_machine.py    the round protocol of one island, without sockets and clocks
 messages.py         what islands send each other
 planner.py          who plans a round and who takes part in it
 suspicions.py       who is left out because of attempts that failed
-knowledge.py, votes.py, readiness.py, rules.py    the tables and checks behind it
+knowledge.py, votes.py, readiness.py, rules.py    the tables and checks that the protocol uses
 peers.py            the other islands as this island's leader reaches them
 proofs/             signed votes, certificates of commits, and which claims of others they prove
 running/            runs the protocol over the network: driver, failure detector, grace, limits, waits

@@ -1,4 +1,5 @@
-"""What one island knows of the run: who is in it, who lives, which states they claim to hold, and who is ready."""
+"""One island's knowledge of the run: which islands are in it, which of them live, which states they claim to hold,
+and which are ready."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -16,14 +17,15 @@ NEVER = (-1, -1)
 
 
 class Judged(NamedTuple):
-    """The islands that are not lost, by what becomes of their claims."""
+    """The islands that are not lost, sorted by whether their claims are accepted."""
 
     live: dict[str, Status]
-    """Last known status of those that are believed, by island."""
+    """Last known status of the islands whose claims are accepted, by island."""
     awaited: frozenset[str]
-    """Those that may take part in a round: all whose claims are not disbelieved.
+    """The islands that may take part in a round: all except those whose claims are ignored.
 
-    Islands whose claim is not proved yet are among them, until they have been asked for the proof and gave none.
+    An island whose claim is not proved yet is among them until it has answered the request for its proof without
+    proving the claim.
     """
 
 
@@ -44,14 +46,15 @@ class Knowledge:
     statuses: dict[str, Status] = field(default_factory=dict)
     """Last known status by island."""
     doubted: dict[str, Status] = field(default_factory=dict)
-    """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
+    """Claims to be ahead whose state no island could provide, by island; see `disbelieve`."""
     presumed: frozenset[str] = frozenset()
-    """Islands whose status follows from a commit that they have signed, and that have not confirmed it yet."""
+    """Islands whose status follows from a commit that they have signed, and whose own status has not confirmed it
+    yet."""
     is_held_up: bool = False
     """Whether this island has been ready for the round for longer than honest islands need to commit one."""
 
     def add(self, islands: Iterable[str]) -> None:
-        """Record islands that are in the run."""
+        """Record other islands that are in the run."""
         self.present |= frozenset(islands) - {self.me}
 
     def hear(self, island: str) -> None:
@@ -64,7 +67,8 @@ class Knowledge:
             self.lost -= {island}
 
     def record(self, island: str, status: Status) -> None:
-        """Record which state the island says it holds. Raises MessageError if the run has fewer rounds."""
+        """Record the state that the island claims to hold. Raises MessageError if its round is higher than the run
+        has."""
         if status.round > self.rules.max_round:
             raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
         self.statuses[island] = status
@@ -84,7 +88,7 @@ class Knowledge:
         self.presumed |= presumed
 
     def hold(self, status: Status) -> None:
-        """Record that this island holds another state, from a commit or from donors."""
+        """Record that this island holds another state, which comes from a commit or from donors."""
         self.is_held_up = self.is_held_up and status.round == self.status.round
         self.status = status
         self.claims.hold(status.claim)
@@ -98,17 +102,18 @@ class Knowledge:
         self.statuses.pop(island, None)
 
     def is_near(self, round_number: int) -> bool:
-        """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
+        """Return whether a round differs from this island's by at most 1. Messages about other rounds would only
+        fill the memory."""
         return abs(round_number - self.status.round) <= 1
 
     def judge_claims(self) -> Judged:
-        """Which of the other islands are believed, and which may take part in a round."""
+        """Decide which of the other islands' claims are accepted, and which islands may take part in a round."""
         live, refused, islands = {}, set(), self.present - self.lost
         for name, status in self.statuses.items():
             if name not in islands:
                 continue
             if name not in self.doubted and status.agrees_with(self.status):
-                live[name] = status  # As most do.
+                live[name] = status  # Most islands hold this island's state.
                 continue
             is_doubted = self._is_doubted(name, status)
             if not is_doubted and (not self._is_rival(status) or self.is_proved(status.claim)):
@@ -119,7 +124,7 @@ class Knowledge:
 
     @property
     def live(self) -> dict[str, Status]:
-        """Last known status of the other islands that are not lost and whose claims are believed, by island."""
+        """Last known status of the other islands that are not lost and whose claims are accepted, by island."""
         return self.judge_claims().live
 
     @property
@@ -129,26 +134,29 @@ class Knowledge:
 
     @property
     def agreeing(self) -> frozenset[str]:
-        """The other live islands that hold this island's state and are on their way to its next round."""
+        """The other live islands that hold this island's state and are coming to its next round."""
         return frozenset(name for name, s in self.live.items() if s.is_coming and s.agrees_with(self.status))
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether a live island is behind this one, or has not said yet that it is not."""
+        """Whether a live island is behind this one, or has not yet reported that it is not."""
         return any(name in self.presumed or s.rank < self.status.rank for name, s in self.live.items())
 
     def behind(self, *, is_settled: bool) -> Behind | None:
-        """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
+        """Return the surviving history, or None if it is this island's own. `is_settled`: all islands that count
+        have reported."""
         return find_behind(self.me, self.status, self.live, self.weigh, is_settled=is_settled)
 
     def check_ready(self, ready: Ready) -> None:
-        """Raise MessageError when an island's ready message makes an impossible claim or names another's key."""
+        """Raise MessageError if an island's ready message makes an impossible claim or contains another island's
+        key."""
         check_ready(ready, self.rules)
         if wrong := self.find_wrong_key([ready]):
             raise MessageError(wrong)
 
     def find_wrong_key(self, readies: Iterable[Ready]) -> str | None:
-        """What is wrong if a ready message names a key to which its island's name does not belong."""
+        """Return an error text if a ready message contains a key that does not belong to its island's name,
+        otherwise None."""
         for ready in readies:
             owner = self.signer.public if ready.island == self.me else self.signer.key_of(ready.island)
             if owner not in (None, ready.key):
@@ -163,25 +171,26 @@ class Knowledge:
     # -- proofs of claims ---------------------------------------------------------------------------------------
     @property
     def num_needed(self) -> int:
-        """How many islands that count must stand behind a claim to be ahead.
+        """The number of islands that count which must support a claim to be ahead.
 
-        As many as commit a round, but no more than have signed this island's own state, because the others may go on
-        from a run with a lower quorum; two if nobody has signed it, or one if an island is held up at round 0.
+        This is the quorum, but at most the number of islands that have signed this island's own state, because the
+        others may continue from a run with a lower quorum. If no island has signed it, the limit is two, or one if
+        this island is delayed at round 0.
         """
         quorum = 1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum)
         few = 1 if self.is_held_up and self.status.round == 0 else 2
         return min(quorum, self.claims.num_signers or few)
 
     def receive_proof(self, sender: str, proof: Proof) -> None:
-        """Process an island's reply to the question for the proof of its claim."""
+        """Process an island's reply to the request for the proof of its claim."""
         self.claims.receive(sender, proof, self.num_needed, is_held_up=self.is_held_up)
 
     def is_proved(self, claim: Claim) -> bool:
-        """Whether enough islands stand behind a claim to follow it."""
+        """Return whether enough islands support a claim to follow it."""
         return self.num_needed <= 1 or self._count(claim) >= self.num_needed
 
     def check_proof(self, claim: Claim, proof: Proof) -> None:
-        """Raise MessageError unless enough islands stand behind a claim, by this proof or by their own words."""
+        """Raise MessageError unless enough islands support a claim, by this proof or by their own statuses."""
         try:
             self.claims.check(claim, proof, self.num_needed, is_held_up=self.is_held_up)
         except MessageError:
@@ -189,39 +198,41 @@ class Knowledge:
                 raise
 
     def ask_for_proof(self, island: str) -> ProofQuery | None:
-        """The question to put to an island that claims to be ahead, or None if its claim can be judged without."""
+        """Return the request for a proof to an island that claims to be ahead, or None if its claim can be judged
+        without a proof."""
         status = self.statuses[island]
         is_needed = self._is_rival(status) and (status.rank == self.status.rank or not self.is_proved(status.claim))
         return self.claims.ask(island, status.claim) if is_needed else None
 
     def _is_rival(self, status: Status) -> bool:
-        """Whether a status claims a state that may survive this island's."""
+        """Return whether a status claims a state that may survive this island's."""
         if status.agrees_with(self.status) or status.rank < self.status.rank:
             return False
-        return not status.is_start  # Nobody has signed that.
+        return not status.is_start  # No island has signed the start state.
 
     def _count(self, claim: Claim) -> int:
-        """How many islands that count stand behind a claim, with this one."""
+        """Return how many islands that count support a claim, this island included."""
         islands = self.present - self.lost
         claimants = [name for name, s in self.statuses.items() if name in islands and s.claim == claim]
         keys = [(name, key) for name in claimants if (key := self.signer.key_of(name)) is not None]
         own = [(self.me, self.signer.public)] if claim == self.status.claim else []
-        # Where one island is enough, all count: two that have never signed together would each count itself alone.
+        # Where one island is enough, all count: two islands that have never signed together would each count only
+        # itself.
         return self.claims.count(claim, own + keys, is_held_up=self.is_held_up or self.num_needed <= 1)
 
     def weigh(self, status: Status) -> int:
-        """How many islands that count stand behind the state of a status."""
+        """Return how many islands that count support the state in a status."""
         return self._count(status.claim)
 
     def disbelieve(self, island: str, claim: Status) -> None:
-        """Ignore what the island claims to hold until `believe`, unless it claims no more than this island holds.
+        """Ignore an island's claim until `believe`, unless it claims no more than this island holds.
 
-        Call it when the state of `claim` could not be taken: the island is neither followed nor waited for.
+        Call it when the state of `claim` could not be taken: the island is then neither followed nor waited for.
         """
         self.doubted[island] = claim
 
     def believe(self, island: str) -> None:
-        """Take the island's claims seriously again."""
+        """Accept the island's claims again."""
         self.doubted.pop(island, None)
 
     def _is_doubted(self, island: str, status: Status) -> bool:
@@ -237,12 +248,14 @@ class ReadyTable:
 
     latest: dict[str, Ready] = field(default_factory=dict)
     used: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(round, attempt) of the island's last ready message that is part of a plan seen here, by island."""
+    """(round, attempt) of the last ready message of each island that a plan seen here contains, by island."""
 
     def add(self, ready: Ready, own: tuple[int, int] = NEVER) -> None:
-        """Remember an island's latest ready message. A restarted island (a new incarnation) starts afresh.
+        """Remember an island's latest ready message. A restarted island (a new incarnation) begins with an empty
+        record.
 
-        `own`: this island's round and next attempt. Raises MessageError if the attempt lies too far ahead of it.
+        `own`: this island's round and next attempt. Raises MessageError if the message's attempt is too far ahead of
+        it.
         """
         if ready.round == own[0] and ready.attempt > own[1] + 2 * MAX_AHEAD:
             raise MessageError(f"attempt {ready.attempt} of {ready.island!r}, and this island's next is {own[1]}")
@@ -259,9 +272,9 @@ class ReadyTable:
             self.used[p.island] = max(self.used.get(p.island, NEVER), (plan.round, max(plan.attempt, p.attempt)))
 
     def mark_refused(self, plan: Plan, own: Ready | None) -> None:
-        """Mark the ready messages in a plan that this island, with its own ready message, takes no part in.
+        """Mark the ready messages in a plan in which this island, with its own ready message, takes no part.
 
-        A plan that is refused may claim any attempts, so they count no further than they are known here.
+        A refused plan may contain any attempt numbers, so they count only up to the numbers known here.
         """
         known = self.latest | ({own.island: own} if own is not None else {})
         for p in plan.participants:
@@ -270,17 +283,18 @@ class ReadyTable:
                 self.used[p.island] = max(self.used.get(p.island, NEVER), (plan.round, attempt))
 
     def next_attempt(self, island: str, round_number: int) -> int:
-        """First attempt at this round that no plan with a ready message of the island has used."""
+        """Return the first attempt at this round that no plan with a ready message of the island has used."""
         used_round, used_attempt = self.used.get(island, NEVER)
         return used_attempt + 1 if used_round == round_number else 0
 
     def usable(self, round_number: int, islands: Collection[str]) -> dict[str, Ready]:
-        """Ready messages of these islands for this round that no plan has used yet, by island."""
+        """Return the ready messages of these islands for this round that no plan has used yet, by island."""
         latest = {name: r for name, r in self.latest.items() if name in islands and r.round == round_number}
         return {name: r for name, r in latest.items() if (r.round, r.attempt) > self.used.get(name, NEVER)}
 
 
 def _is_outdated(ready: Ready, earlier: Ready) -> bool:
-    """Whether `ready` was sent before `earlier`: a contributor does not return to observing the same attempt."""
+    """Return whether `ready` was sent before `earlier`: a contributor never becomes an observer of the same attempt
+    again."""
     is_same = (ready.round, ready.attempt, ready.digest) == (earlier.round, earlier.attempt, earlier.digest)
     return is_same and ready.listens and not earlier.listens

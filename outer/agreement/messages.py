@@ -1,17 +1,17 @@
-"""Messages of the round protocol, as plain data. What follows from a message is in state_machine.py.
+"""Messages of the round protocol, as plain data. state_machine.py defines how an island reacts to each of them.
 
 message         receiver           meaning                                                           reply
 Status          all islands        "I hold this state": sent each second and when the state changes  Status
 Ready           all islands        "I could take part in an attempt at round r from this state"      Status
 Plan            its participants   "attempt a at round r is made by these islands, in this order"    -
-PlanNotice      its participants   "I have made a plan, and this is its hash", if it is passed on    -
+PlanNotice      its participants   "I have made a plan with this hash", if plans are forwarded       -
 PlanQuery       its planner        "the plan has not come": the planner sends it                     -
 Vote            its participants   "I have the mean, with this digest" or "I have none, because"     VoteReceipt
 VoteList        its participants   "these are the votes of all", from the planner or passed on       VoteReceipt
-VoteReceipt     its planner        "I have the votes of all", if another has passed them on          -
+VoteReceipt     its planner        "I have the votes of all", if another island forwarded them       -
 Settled         its participants   "all have the votes of all: commit", from the planner             VoteReceipt
 OutcomeQuery    its participants   "a vote or its receipt is missing: what came of this plan?"       OutcomeReply
-ProofQuery      one that is ahead  "why should I believe that you hold this state?"                  Proof
+ProofQuery      one that is ahead  "what proves that you hold this state?"                           Proof
 Goodbye         all islands        "I leave the run; do not wait for me"                             -
 
 A participant that is ready is a contributor if it has finished its inner steps and gives a pseudo-gradient, or an
@@ -54,7 +54,7 @@ from outer.network.messages import (
 
 Outcome = Literal["commit", "abort", "open"]
 MAX_ATTEMPT = 1 << 31
-"""No number of attempts is larger, so that a stranger's cannot be long."""
+"""Upper bound of attempt numbers, so that a hostile peer's number cannot be long."""
 
 
 class Status(Message):
@@ -62,16 +62,19 @@ class Status(Message):
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     tokens: int = Field(ge=0, lt=MAX_TOKENS)
-    """Tokens behind all committed pseudo-gradients. Of two histories the one with more tokens survives."""
+    """Tokens in all committed pseudo-gradients. Of two histories the one with more tokens
+    survives."""
     digest: Digest
     """Digest of the global params, the outer momentum and the data ledger."""
     attempt: int = Field(default=0, ge=0, lt=MAX_ATTEMPT)
-    """In a reply: the first attempt that the replying island would plan together with the asking one."""
+    """In a reply: the first attempt for which the replying island would make a plan with the
+    asking island."""
     num_ready: int = Field(default=0, ge=0, le=1024)
-    """In a reply of the coordinator: how many islands are ready for the asking island's round; after the last round
-    whether (1) all that live hold its state."""
+    """In a reply of the coordinator: how many islands are ready for the asking island's round.
+    After the last round: 1 if all live islands hold its state, otherwise 0."""
     is_coming: bool = True
-    """False while the island lacks parts of another island's state, or leaves: others should not wait for it."""
+    """False while the island lacks parts of another island's state, or is leaving: other islands
+    should not wait for it."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -80,17 +83,18 @@ class Status(Message):
 
     @property
     def is_start(self) -> bool:
-        """Whether it is the state with which a run begins: nobody has committed or signed it."""
+        """Whether this is the state with which a run begins, which no island has committed or
+        signed."""
         return self.rank == (0, 0)
 
     @property
     def claim(self) -> Claim:
-        """The state, without what else the status says."""
+        """The claimed state alone, without the other fields of the status."""
         return Claim(self.round, self.tokens, self.digest)
 
     def agrees_with(self, other: "Status") -> bool:
-        """Whether both claim the same state."""
-        # Asked of every island for every decision, so no tuples are made.
+        """Return whether both statuses claim the same state."""
+        # This runs for every island in every decision, so it builds no tuples.
         return self is other or (
             self.digest == other.digest and self.tokens == other.tokens and self.round == other.round
         )
@@ -107,39 +111,43 @@ class Ready(Message):
     attempt: int = Field(ge=0, lt=MAX_ATTEMPT)
     """First attempt that the island would take part in. One ready message can be used in one plan only."""
     tokens: int = Field(ge=0, lt=1 << 53)
-    """Tokens trained since the last round the island contributed to."""
+    """Tokens trained since the last round to which the island contributed."""
     weight: int = Field(ge=0, lt=1 << 53)
-    """Tokens trained since the island last sent the round's fragment: its weight in the mean."""
+    """Tokens trained since the island last sent the round's fragment; this is its weight in the
+    mean."""
     listens: bool = False
     """The island is an observer: it still trains, takes part without a pseudo-gradient, and receives the mean."""
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
-    """Tokens behind the committed state that the inner steps began from, as `Status.tokens`."""
+    """Tokens in the committed state from which the inner steps began, like `Status.tokens`."""
     digest: Digest
-    """Digest of that state, as `Status.digest`."""
+    """Digest of the committed state from which the inner steps began, like `Status.digest`."""
     first: int = Field(default=0, ge=0, lt=1 << 60)
     units: int = Field(default=0, ge=0, lt=1 << 53)
-    """Data units that the progress has read: the first `units` of the island's lease, which begins with `first`."""
+    """Data units that the island has read since then: the first `units` of its lease, which
+    begins at `first`."""
     step_seconds: StepSeconds = 0.0
     link_kbit: int = Field(default=0, ge=0, lt=1 << 53)
-    """Rate of the island's link in kbit/s, by which parts are assigned to their reducers; 0 if it is not known."""
+    """Rate of the island's link in kbit/s, used to assign parts to reducers; 0 if it is not
+    known."""
     carriers: Carriers
     earlier: Digest | None = None
-    """Digest of the parts of an earlier committed state to which the island would go back, because its losses do not
-    become finite again; None: it would not."""
+    """Digest of the parts of an earlier committed state to which the island would go back,
+    because its losses do not become finite again. None if it would not go back."""
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
     """Transport group in which the island's ranks are still connected; empty if there is no such group."""
     transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
     control_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
 
     def check(self, num_parts: int) -> None:
-        """Raise MessageError unless each part has a carrier, each rank two addresses, and an observer no progress."""
+        """Raise MessageError unless each part has a carrier, each rank two addresses, and an
+        observer claims no progress."""
         if len(self.control_addresses) != len(self.transport_addresses):
             numbers = f"{len(self.control_addresses)} control, {len(self.transport_addresses)} transport"
             raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses: {numbers}")
         if self.listens and (self.tokens or self.weight):
-            raise MessageError(f"island {self.island!r} listens, and claims {max(self.tokens, self.weight)} tokens")
+            raise MessageError(f"island {self.island!r} observes, but claims {max(self.tokens, self.weight)} tokens")
         if self.listens and self.units:
-            raise MessageError(f"island {self.island!r} listens, and claims {self.units} units")
+            raise MessageError(f"island {self.island!r} observes, but claims {self.units} units")
         check_carriers(self.carriers, num_parts, len(self.transport_addresses))
 
     @property
@@ -172,9 +180,10 @@ class Plan(Message):
 
     @cached_property
     def earlier(self) -> str | None:
-        """Digest of the parts to which the plan goes back: that which more than half of the participants name.
+        """Digest of the parts to which the plan goes back, which more than half of the participants
+        name.
 
-        None: the participants average.
+        None if the participants average.
         """
         named = Counter(p.earlier for p in self.participants if p.earlier is not None)
         digest, number = named.most_common(1)[0] if named else (None, 0)
@@ -186,7 +195,8 @@ class Plan(Message):
         return hashlib.sha256(self.encode()).hexdigest()[:32]
 
     def statement(self, digest: str) -> Statement:
-        """What a participant signs that votes for the state with this digest."""
+        """Return the statement that a participant signs when it votes for the state with this
+        digest."""
         if digest not in self._statements:
             base = self.participants[0]
             self._statements.clear()
@@ -204,7 +214,8 @@ class Plan(Message):
 
     @cached_property
     def _statements(self) -> dict[str, Statement]:
-        """The last statement by its digest, because the votes of all are checked against the same one."""
+        """The last statement by its digest. It is kept because all votes are checked against the
+        same statement."""
         return {}
 
     @cached_property
@@ -222,14 +233,16 @@ class Vote(Message):
     digest: Digest | None = None
     """Digest of the state after a commit, as `Status.digest`; None if the reduce failed or the plan is refused."""
     signature: Signature | None = None
-    """Of a yes: the island's signature of `Plan.statement`. The protocol signs when the vote is cast."""
+    """The island's signature of `Plan.statement` if the vote is yes. The protocol signs when the
+    vote is cast."""
     cause: str = Field(default="", max_length=2000)
     accused: IslandName | None = None
-    """Participant whose payload could not be used, if one is to blame."""
+    """Participant whose payload could not be used, if one is to blame for the failed reduce."""
     waits_for_means: bool = False
-    """What is missing of the accused are means alone, for which it may itself wait for others."""
+    """Whether only means are missing from the accused island. It may itself be waiting for other
+    islands."""
     is_stalled: bool = False
-    """The reduce took too long, and it cannot be told who alone has held it up."""
+    """Whether the reduce took too long and no single island could be identified as the cause."""
 
     @classmethod
     def yes(cls, plan: Plan, island: str, digest: str) -> "Vote":
@@ -246,7 +259,8 @@ class Vote(Message):
         waits_for_means: bool = False,
         is_stalled: bool = False,
     ) -> "Vote":
-        """Vote of an island without a mean. `accused` sent the payload that could not be used, or none in time."""
+        """Return the no vote of an island without a mean. `accused` sent an unusable payload, or
+        none in time."""
         return cls(
             plan=plan.id,
             round=plan.round,
@@ -258,13 +272,14 @@ class Vote(Message):
         )
 
     def signed(self, plan: Plan, sign: Callable[[bytes], str]) -> "Vote":
-        """A yes with its signature; a no as it is."""
+        """Return the vote with its signature if it is a yes; return a no unchanged."""
         if self.digest is None:
             return self
         return self.model_copy(update={"signature": sign(plan.statement(self.digest).text)})
 
     def is_signed(self, plan: Plan, verify: Verify) -> bool:
-        """Whether the participant with the voter's name has signed it. A no needs no signature."""
+        """Return whether the voter has signed the vote with its key in the plan. A no needs no
+        signature."""
         if self.digest is None:
             return True
         key = plan.keys.get(self.island)
@@ -274,17 +289,19 @@ class Vote(Message):
 
 
 class VoteList(Message):
-    """The yes votes of all participants of a plan, which the planner sends to them, or they pass on to each other."""
+    """The yes votes of all participants of a plan. The planner sends them to the participants,
+    or they are forwarded."""
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     digests: list[Digest] = Field(min_length=1, max_length=1024)
-    """By participant, in the order of the plan."""
+    """Digests of the voted states, one per participant, in the order of the plan."""
     signatures: list[Signature] = Field(min_length=1, max_length=1024)
 
     @classmethod
     def of(cls, plan: Plan, votes: Mapping[str, Vote]) -> "VoteList | None":
-        """The list of these votes by island, or None while one is missing or a no."""
+        """Return the list of these votes by island, or None while a vote is missing or any vote
+        is a no."""
         cast = [votes[name] for name in plan.names if name in votes]
         if len(cast) < len(plan.names) or any(vote.digest is None for vote in cast):
             return None
@@ -292,29 +309,32 @@ class VoteList(Message):
         return cls(plan=plan.id, round=plan.round, digests=digests, signatures=signatures)
 
     def votes(self, plan: Plan) -> list[Vote]:
-        """The votes on `plan`, in its order. Raises MessageError unless there is one of each participant."""
+        """Return the votes on `plan`, in its order. Raises MessageError unless there is one vote
+        per participant."""
         if not len(self.digests) == len(self.signatures) == len(plan.names):
-            raise MessageError(f"{len(self.digests)} votes of {len(plan.names)} participants")
+            raise MessageError(f"{len(self.digests)} votes for {len(plan.names)} participants")
         cast = zip(plan.names, self.digests, self.signatures, strict=True)
         return [Vote.yes(plan, name, digest).model_copy(update={"signature": by}) for name, digest, by in cast]
 
 
 class Settled(Message):
-    """Word of the planner that all participants have acknowledged the votes of all."""
+    """The planner's announcement that all participants have acknowledged the votes of all."""
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
 
 
 class VoteReceipt(Message):
-    """Acknowledgement of a vote or of the votes of all, with the outcome of the plan on the receiving island so far."""
+    """Acknowledgement of a vote or of the votes of all, with the plan's outcome on the replying
+    island so far."""
 
     plan: PlanId
     outcome: Outcome
 
 
 class OutcomeQuery(Message):
-    """Question for the outcome of a plan. An island that replies "open" must query in turn before it commits."""
+    """Request for the outcome of a plan. An island that replies "open" must itself query the
+    others before it commits."""
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -324,7 +344,7 @@ class OutcomeReply(Message):
     plan: PlanId
     outcome: Outcome
     certificate: Certificate | None = None
-    """Proves a "commit"."""
+    """The proof of the commit, if the outcome is "commit"."""
 
 
 class Goodbye(Message):

@@ -4,7 +4,7 @@ No island is the permanent leader of the run. Every ready island applies the sam
 
 1. If another history survives, the island must take that state first (`Behind`).
 2. Islands that hold the same state agree. Islands whose data overlap, and those that made earlier attempts fail
-   (suspicions.py), are excluded. If nothing can be planned without them (`Hopeless`), they are forgiven.
+   (suspicions.py), are excluded. If no plan is possible without them (`Hopeless`), they are included again.
 3. If fewer islands agree than `Rules.quorum` demands, the island waits or gives up (`TooFew`).
 4. The planner is the coordinator (coordination.py). Where there is none it is the first by name of the islands that
    agree or are still awaited. It fixes the plan when no live island is awaited any more. Once the grace period is over,
@@ -26,7 +26,7 @@ from outer.agreement.suspicions import Suspicions, Votes
 
 @dataclass(frozen=True)
 class TooFew:
-    """Too few islands for a plan. `is_start`: the run has not begun yet."""
+    """Too few islands agree for a plan. `is_start`: the run has not begun yet."""
 
     present: int
     needed: int
@@ -35,11 +35,12 @@ class TooFew:
 
 @dataclass(frozen=True)
 class Hopeless:
-    """So many islands are excluded that nothing can be planned. `reasons`: why, by island."""
+    """So many islands are excluded that no plan is possible. `reasons`: the reason for each, by
+    island."""
 
     reasons: Mapping[str, str]
     is_everyone: bool
-    """Whether no island is left."""
+    """Whether every island is excluded."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Gathering:
-    """What one ready island knows about the others while it gathers. See `Knowledge` and `Suspicions`."""
+    """One ready island's knowledge of the others while it gathers. See `Knowledge` and
+    `Suspicions`."""
 
     own: Ready
     status: Status
@@ -63,27 +65,31 @@ class Gathering:
     """Last known status of the live islands, by island."""
     readies: ReadyTable
     weigh: Callable[[Status], int]
-    """`Knowledge.weigh`."""
+    """The function `Knowledge.weigh`."""
     coordination: Coordination
     excluded: Mapping[str, str]
     """Islands that are left out because of earlier attempts at this round, with the reason."""
     left_out: Callable[[int], frozenset[str]] = lambda attempt: frozenset()
-    """Islands whose turn it is to be left out of an attempt because many have failed."""
+    """Function from an attempt's number to the islands that are left out of it in turn, because
+    many attempts have failed."""
     passed_over: frozenset[str] = frozenset()
-    """Islands that should have planned and did not."""
+    """Islands that should have made a plan and did not make it in time."""
 
     def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | Hopeless | None:
-        """The plan if this island is the planner and may fix it now, a reason against planning, or None to wait.
+        """Return the plan if this island is the planner and may fix it now, a reason against
+        planning, or None to wait.
 
-        `is_late`: the grace period is over. `is_patient`: observers still have time to finish their inner steps.
+        `is_late`: the grace period is over. `is_patient`: observers still have time to finish their
+        inner steps.
         """
         me, is_settled = self.own.island, is_late or not self.absent
         if behind := find_behind(me, self.status, self.statuses, self.weigh, is_settled=is_settled):
             return behind
-        # While others are awaited nothing is planned, and whose data overlap takes long to find out.
+        # No plan is made while other islands are awaited, so the slow search for overlapping data
+        # is skipped until then.
         agreeing = self._find_agreeing() if is_settled else self._same_state
         if me not in agreeing:
-            return None  # The others go on without this island. It takes their state afterwards.
+            return None  # The others continue without this island. It takes their state afterwards.
         allowed = {name: ready for name, ready in agreeing.items() if name not in self.excluded}
         if is_settled and self._is_hopeless(allowed, agreeing, is_late=is_late):
             return Hopeless(self.excluded, is_everyone=not allowed)
@@ -101,7 +107,8 @@ class Gathering:
         return Plan(round=self.status.round, attempt=attempt, planner=me, participants=participants)
 
     def find_planner(self, *, is_late: bool) -> str | None:
-        """The island whose plan this island waits for, or None while others are awaited."""
+        """Return the island whose plan this island waits for, or None while other islands are
+        awaited."""
         if self.coordination.is_led:
             return self.coordination.coordinator if self.coordination.num_ready > len(self.live) else None
         if self.absent and not is_late:
@@ -113,22 +120,25 @@ class Gathering:
 
     @cached_property
     def ready(self) -> dict[str, Ready]:
-        """Ready messages for this round that can be used in a plan, by island, with this island's own."""
+        """Ready messages for this round that can be used in a plan, by island, this island's own
+        included."""
         return self.readies.usable(self.own.round, self.live) | {self.own.island: self.own}
 
     @cached_property
     def absent(self) -> frozenset[str]:
-        """Islands worth waiting for: they live, are not ready, and are neither excluded nor have said not to wait."""
+        """Islands worth waiting for: they live, are not ready, are not excluded, and have not
+        reported that they are not coming."""
         return self._find_absent(self.ready) - self.excluded.keys()
 
     def is_out_of_turn(self, plan: Plan) -> bool:
-        """Whether the planner is left out of this attempt, so that its plan is refused."""
+        """Return whether the planner is left out of this attempt, so that its plan is refused."""
         left_out = self.left_out(plan.attempt)
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
         return plan.planner in left_out and self._suffice({n: r for n, r in allowed.items() if n not in left_out})
 
     def _choose(self, allowed: Mapping[str, Ready]) -> Mapping[str, Ready]:
-        """The participants: those allowed, without the ones whose turn it is to be left out if there are enough."""
+        """Return the participants: the allowed islands, without those left out in turn if enough
+        islands remain."""
         left_out = self.left_out(max(ready.attempt for ready in allowed.values()))
         rest = {name: ready for name, ready in allowed.items() if name not in left_out}
         return rest if self._suffice(rest) else allowed
@@ -147,9 +157,10 @@ class Gathering:
         return len(islands) >= (1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum))
 
     def _find_absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
-        """Islands worth waiting for: they live, are not ready, and have not said that they are not coming.
+        """Return the islands worth waiting for: they live, are not ready, and have not reported
+        that they are not coming.
 
-        So are islands that claim another state and are still to prove it.
+        Islands that claim another state and have not proved it yet are among them.
         """
         unproved = frozenset(name for name in self.live & self.reported if name not in self.statuses)
         return unproved | frozenset(
@@ -171,7 +182,8 @@ class Gathering:
 
     def _check_quorum(self, agreeing: Mapping[str, Ready], *, is_settled: bool) -> TooFew | None:
         num_ready, rules = len(agreeing), self.rules
-        # The first plan of a run proves that all islands of the start have come. Later a lost one is not waited for.
+        # The first plan of a run proves that all starting islands have joined. Later a lost one is
+        # not waited for.
         is_start = self.status.round == 0 and self.readies.next_attempt(self.own.island, 0) == 0
         if is_start and num_ready < rules.start_islands:
             return TooFew(num_ready, rules.start_islands, is_start=True)
@@ -179,7 +191,8 @@ class Gathering:
         return None if num_ready >= rules.quorum or may_continue else TooFew(num_ready, rules.quorum, is_start=False)
 
     def _is_early(self, agreeing: Collection[Ready], *, is_patient: bool) -> bool:
-        """Whether to wait for observers to become contributors: while `is_patient`, or below the quorum."""
+        """Return whether to wait for observers to become contributors: while `is_patient`, or
+        while contributors are fewer than the quorum."""
         num_contributors = sum(not ready.listens for ready in agreeing)
         return num_contributors < len(agreeing) and (is_patient or num_contributors < self.rules.quorum)
 
@@ -192,7 +205,7 @@ def build_gathering(
     suspicions: Suspicions,
     votes: Votes,
 ) -> Gathering:
-    """What an island knows about the others while it gathers. `own`: its ready message."""
+    """Collect one island's knowledge of the others for its gathering. `own`: its ready message."""
     judged = knowledge.judge_claims()
     excluded = suspicions.excluded(knowledge.status.round, votes) if judged.awaited else {}
     return Gathering(

@@ -1,4 +1,5 @@
-"""What one island holds while it takes part in rounds: its tables, its own ready message, and its outbox."""
+"""The state of one island while it takes part in rounds: its tables, its own ready message, and
+its outbox."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ State = Literal["training", "gathering", "reducing", "voting"]
 
 @dataclass
 class RoundState:
-    """All values in its tables are immutable: copying the tables copies the state."""
+    """One island's state in rounds. All values in its tables are immutable: copying the tables
+    copies the state."""
 
     knowledge: Knowledge
     readies: ReadyTable = field(default_factory=ReadyTable)
@@ -30,9 +32,9 @@ class RoundState:
     exchange: VoteExchange = field(default_factory=VoteExchange)
     """The plan in which this island takes part, and how its votes are exchanged."""
     coordination: Coordination = field(init=False)
-    """Who collects the ready messages of this round."""
+    """The coordinator of this round and this island's relation to it."""
     passing: Passing = field(default_factory=Passing)
-    """Plans that are on their way to this island."""
+    """Plans that have been announced to this island and have not arrived yet."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
     """Messages to send, each with the island that receives it."""
 
@@ -46,7 +48,7 @@ class RoundState:
 
     @property
     def gathering(self) -> Gathering:
-        """What this island knows about the others while it gathers."""
+        """This island's knowledge of the others while it gathers."""
         assert self.own is not None, "an island considers plans when it is ready"
         votes = self.vote_table.votes
         return build_gathering(self.own, self.knowledge, self.readies, self.coordination, self.suspicions, votes)
@@ -62,20 +64,21 @@ class RoundState:
         return self.exchange.others(self.knowledge.me)
 
     def write_to_all(self) -> None:
-        """Rely on no coordinator until the next commit."""
+        """Do not rely on a coordinator until the next commit."""
         if not self.coordination.is_direct:
             self.coordination.turn_direct()
             if self.state == "gathering" and self.own is not None and self.plan is None:
                 self.send_ready(self.own)
 
     def meet(self, own: Ready) -> None:
-        """Choose a coordinator for the first attempt of a run, from the islands that have come so far and live."""
+        """Choose a coordinator for the first attempt of a run, among the live islands that have
+        joined so far."""
         if (own.round, own.attempt) == (0, 0):
             live = self.knowledge.present - self.knowledge.lost
             self.coordination.meet(live | {self.knowledge.me}, self.knowledge.rules)
 
     def count_ready(self) -> int:
-        """`Status.num_ready` in this island's replies as the coordinator."""
+        """Return the value of `Status.num_ready` for this island's replies as the coordinator."""
         number = self.knowledge.status.round
         if number >= self.knowledge.rules.max_round:
             return int(not self.knowledge.has_stragglers)
@@ -83,9 +86,9 @@ class RoundState:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether others may still need this island, which holds the last state of the run.
+        """Return whether others may still need this island, which holds the last state of the run.
 
-        The coordinator knows who has that state, and goes last.
+        The coordinator knows which islands have that state, and leaves last.
         """
         if self.coordination.is_led:
             return self.coordination.num_ready == 0
@@ -93,14 +96,15 @@ class RoundState:
         return self.knowledge.has_stragglers or (self.coordination.is_mine and bool(others))
 
     def find_left_behind(self) -> frozenset[str]:
-        """The islands that must hear that this one leaves. After the last round the coordinator goes last."""
+        """Return the islands to which this one must send its goodbye. After the last round the
+        coordinator leaves last."""
         others, coordination = self.knowledge.present - self.knowledge.lost, self.coordination
         if coordination.is_led and self.knowledge.status.round >= self.knowledge.rules.max_round:
             return others - frozenset(coordination.crew[1:])
         return others
 
     def give_up_coordinator(self) -> None:
-        """Rely on the coordinator no longer, because it has had its time."""
+        """Stop relying on the coordinator, because its plan did not come in time."""
         self.coordination.find_slow(self.knowledge.status.round)
         self.write_to_all()
 
@@ -109,18 +113,20 @@ class RoundState:
         self.state, self.own = "training", None
 
     def pass_on(self, plan: Plan) -> None:
-        """Send the plan to this island's branches, even if this island takes no part in it: others may."""
+        """Forward the plan to this island's branches. It does so even if it takes no part
+        itself, because others may."""
         self.passing.forget(plan.planner)
         if self.knowledge.me in plan.names:
             self.send(find_branches(plan, self.knowledge.me, self.knowledge.rules), plan)
 
     def answer_plan_query(self, sender: str, query: PlanQuery) -> None:
-        """Send a participant this island's plan, which has not come to it."""
+        """Send this island's plan to a participant that has not received it."""
         if self.plan is not None and self.plan.id == query.plan and self.plan.planner == self.knowledge.me:
             self.send([sender], self.plan)
 
     def require_query(self) -> None:
-        """Never commit the open plan on votes alone, because the others may have given this island up."""
+        """Forbid a commit of the open plan on votes alone, because other islands may have
+        aborted it without this island."""
         if self.plan is not None and self.state in ("reducing", "voting"):
             self.vote_table.query_first[self.plan.id] = self.plan.round
             self.vote_table.forget_open(self.plan.id)

@@ -10,15 +10,18 @@ from outer.errors import MessageError
 from outer.network.messages import do_shared
 
 MAX_AHEAD = 1 << 12
-"""How far a peer may move this island's attempt number ahead at once, so that liars cannot use the numbers up."""
+"""The most attempts by which a peer's message may raise this island's attempt number, so that
+liars cannot use the numbers up."""
 GRACE_SHARE = 0.1
-"""Share of their inner steps' duration for which contributors wait for observers."""
+"""Contributors wait for observers for this share of the duration of their inner steps."""
 DIRECT_ISLANDS = 4
-"""Up to so many islands send their messages to each other; among more of them one passes messages on."""
+"""Up to this number of islands, all send their messages to each other. With more, one island
+forwards the messages."""
 TREE_ISLANDS, FAN_OUT = 128, 8
-"""More participants than TREE_ISLANDS pass the plan and the list of votes on, each to FAN_OUT others."""
+"""More than TREE_ISLANDS participants forward the plan and the list of votes, each of them to
+FAN_OUT others."""
 OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0}
-"""Fields of an observer's ready message."""
+"""The values of these fields in an observer's ready message."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class Rules:
     """Maximum number of tokens that an island can train on in a round."""
     max_round: int = 1 << 29
     find_refusals: Callable[[Sequence[Ready]], Mapping[str, str]] = lambda readies: {}
-    """Islands excluded from the plan because they conflict with an earlier participant, with the reason."""
+    """Function that returns the islands excluded from a plan because they conflict with an
+    earlier participant, with the reason."""
     has_observers: bool = False
-    """Whether islands take part as observers while they train. Then `quorum` counts contributors only."""
+    """Whether islands take part as observers while they train. In this case `quorum` counts
+    contributors only."""
     grace_steps: float = 0.0
-    """Number of inner steps for whose duration contributors wait for observers."""
+    """Contributors wait for observers for the duration of this number of inner steps."""
     direct_islands: int = DIRECT_ISLANDS
     tree_islands: int = TREE_ISLANDS
     fan_out: int = FAN_OUT
@@ -45,7 +50,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Behind:
-    """Another history survives; any of `donors` can provide its state."""
+    """Another history survives, and any of `donors` can provide its state. `text` describes both
+    histories."""
 
     donors: tuple[str, ...]
     cause: str
@@ -67,31 +73,33 @@ def build_rules(config: OuterConfig, num_parts: int, max_tokens: int) -> Rules:
 
 
 def check_ready(ready: Ready, rules: Rules) -> None:
-    """Raise MessageError when a peer's ready message makes an impossible claim."""
+    """Raise MessageError if a peer's ready message makes an impossible claim."""
     ready.check(rules.num_parts)
     claimed = max(ready.tokens, ready.weight)
     if claimed > rules.max_tokens:
         raise MessageError(f"{ready.island!r} claims {claimed} tokens, a round has at most {rules.max_tokens}")
     if ready.listens and not rules.has_observers:
-        raise MessageError(f"{ready.island!r} listens, in a run that waits for all")
+        raise MessageError(f"{ready.island!r} is an observer, but this run waits for all islands (outer.wait_for: all)")
 
 
 def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> str | None:
-    """Why the island of `own` cannot take part in the plan, or None if the plan is valid for it.
+    """Return the reason why the island of `own` cannot take part in the plan, or None if the plan
+    is valid for it.
 
-    `first_attempt`: first attempt for which the island has not accepted a plan yet.
+    `first_attempt`: the first attempt for which the island has not accepted a plan yet.
     """
     if plan.round != own.round:
-        return f"the plan is for round {plan.round}, {own.island!r} is in round {own.round}"
+        return f"the plan is for round {plan.round}, but {own.island!r} is in round {own.round}"
     if plan.names != sorted(set(plan.names)):
         return "participants are repeated or out of order"
-    # The island may have renewed its ready message since, because the planner's status overtook this plan. It may also
-    # have become a contributor since: this plan still has it as an observer, and its progress goes to the next round.
+    # The island may have renewed its ready message, because the planner's status arrived before
+    # this plan. It may also have become a contributor: this plan still has it as an observer, and
+    # its progress goes into the next round.
     valid = own, own.model_copy(update=OBSERVER_FIELDS)
     ours = [p for p in plan.participants if p.island == own.island]
     mine = [p.attempt for p in ours if p.model_copy(update=_mutable_fields(p, own)) in valid]
     if not mine or not first_attempt <= mine[0] <= own.attempt:
-        return f"{own.island!r} is not in the plan as it is now"
+        return f"the plan does not contain the current ready message of {own.island!r}"
     if not plan.contributors:
         return "nobody gives anything"
     for participant in plan.participants:
@@ -103,13 +111,14 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
             return str(error)
     if plan.attempt != max(p.attempt for p in plan.participants) or plan.attempt > first_attempt + 2 * MAX_AHEAD:
         return f"attempt {plan.attempt} does not follow from the participants' ready messages"
-    # All participants hold this island's state, so they find the same.
+    # All participants hold this island's state, so all compute the same refusals.
     refusals = do_shared(("refusals", plan.id), lambda: rules.find_refusals(plan.participants))
     return next(iter(refusals.values()), None)
 
 
 def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:
-    """Fields of the ready message `planned` that may differ from `own` by now, with their values in `own`."""
+    """Return the fields of the ready message `planned` that may differ from `own` by now, with
+    their values in `own`."""
     observed = {"step_seconds": own.step_seconds, "first": own.first} if planned.listens else {}
     return {"attempt": own.attempt} | observed
 
@@ -117,10 +126,11 @@ def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:
 def find_behind(
     me: str, own: Status, live: Mapping[str, Status], weigh: Callable[[Status], int], *, is_settled: bool
 ) -> Behind | None:
-    """The surviving history among live islands, or None if it is `own`. `is_settled`: `live` has all that count.
+    """Return the surviving history among live islands, or None if it is `own`. `is_settled`: `live`
+    has all islands that count.
 
-    `weigh`: how many islands stand behind a state. It decides between histories of equal rank. Before the first commit
-    nobody holds anything that another could take.
+    `weigh`: the number of islands that support a state, which decides between histories of equal
+    rank. Before the first commit there is no state that other islands could take.
     """
     best = max((*live.values(), own), key=lambda s: s.rank)
     if best.is_start:
@@ -128,7 +138,7 @@ def find_behind(
     rivals = {name: s for name, s in live.items() if s.rank == best.rank}
     if best.rank == own.rank:
         if not is_settled:
-            return None  # Islands that have not reported yet count in the majority, too.
+            return None  # Islands that have not reported yet may change the majority.
         rivals[me] = own
     states = {s.claim: s for s in rivals.values()}
     best = min(states.values(), key=lambda s: (-weigh(s), s.digest)) if len(states) > 1 else next(iter(states.values()))

@@ -15,10 +15,10 @@ A committed round is the same on every island, because an island commits a plan 
 voted yes with the same digest and have acknowledged this island's vote, or one participant shows the signed yes votes
 of all. An island that misses a vote or a receipt queries all participants it can reach. An island that is queried
 before it has committed no longer commits on votes alone: it must query the others as well. So while islands only crash,
-either all survivors commit a plan or none does, and an island that freezes has committed nothing that others do not.
+either all survivors commit a plan or none does, and a frozen island has committed only what the others commit.
 
 When a partition or a false alarm lets two histories grow, the one with the higher `Status.rank` survives, and the
-islands of the other take its state, if enough islands stand behind it (proofs/claims.py).
+islands of the other history take its state, if enough islands support it (proofs/claims.py).
 """
 
 from outer.agreement.coordination import PlanNotice, PlanQuery, is_passed_on
@@ -64,7 +64,8 @@ class RoundProtocol(RoundState):
         self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
-        """Start to gather, as a contributor or as an observer that still trains. `own.attempt` is `next_attempt`."""
+        """Start to gather, as a contributor or as an observer that still trains. `own.attempt`
+        must be `next_attempt`."""
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
         self.state, self.own = "gathering", own
         self.exchange.end()
@@ -75,15 +76,18 @@ class RoundProtocol(RoundState):
         self.send_ready(own)
 
     def contribute(self, own: Ready) -> None:
-        """Turn from an observer into a contributor of this gathering. Has no effect once the plan is fixed."""
+        """Change from an observer to a contributor of this gathering. Has no effect once the
+        plan is fixed."""
         if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
             self.send_ready(self.own)
 
     def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
-        """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
+        """Return the plan in which to take part, a reason against planning, or None to wait. Call
+        it while gathering.
 
-        See `Gathering.decide` for the arguments. After `Behind` the island refuses all plans until `prepare`.
+        The arguments are as in `Gathering.decide`. After `Behind` the island refuses all plans
+        until `prepare`.
         """
         if self.plan is not None:
             return self.plan
@@ -109,7 +113,7 @@ class RoundProtocol(RoundState):
         return None if isinstance(decision, Hopeless) else decision
 
     def _wait_for_coordinator(self, *, is_late: bool) -> Behind | None:
-        """What `try_plan` returns while another island collects the ready messages."""
+        """Return the result of `try_plan` while another island collects the ready messages."""
         if behind := self.knowledge.behind(is_settled=False):
             self.stop_gathering()
         elif is_late:
@@ -120,14 +124,15 @@ class RoundProtocol(RoundState):
         return behind
 
     def pass_over(self, *, is_late: bool) -> str | None:
-        """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
+        """Stop waiting for the plan of the island that should make it. Return its name if it is
+        another island."""
         planner = self.gathering.find_planner(is_late=is_late)
         if planner in (None, self.knowledge.me):
             return None
         self.give_up_coordinator()
         self.suspicions.passed_over |= {planner}
         if self.knowledge.me in self.gathering.excluded:
-            self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
+            self.suspicions.forgive()  # The others may suspect too many, too: they do not plan without this island.
         return planner
 
     def vote(self, vote: Vote) -> None:
@@ -137,10 +142,12 @@ class RoundProtocol(RoundState):
         self.send_votes()
 
     def conclude(self, *, is_late: bool, is_over: bool = False, is_slow: bool = False) -> Outcome:
-        """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
+        """Return the outcome of the plan, "open" while it is not known. `is_late`: missing votes
+        are no longer waited for.
 
-        `is_over`: nor are missing replies to this island's query, so the outcome is known. `is_slow`: the planner has
-        had its time to pass the votes on. It comes before `is_late`.
+        `is_over`: missing replies to this island's query are no longer waited for, so the outcome
+        is decided. `is_slow`: the planner's time to forward the votes is over. It becomes true
+        before `is_late`.
         """
         assert self.plan is not None, "an island concludes the plan it takes part in"
         reachable = self.others - self.knowledge.lost
@@ -157,7 +164,8 @@ class RoundProtocol(RoundState):
         return outcome
 
     def resend(self) -> None:
-        """Send again every message of the current state that may have been lost. Called each second."""
+        """Send every message of the current state that may have been lost again. Call it each
+        second."""
         for planner, query in self.passing.find_missing(self.knowledge.status.round):
             self.send([planner], query)
         if self.state == "gathering" and self.own is not None:
@@ -169,7 +177,8 @@ class RoundProtocol(RoundState):
 
     # -- islands come, go and fail ------------------------------------------------------------------------------
     def remove(self, island: str) -> None:
-        """Record that an island has left the run. Unlike a lost one it cannot have given this island up."""
+        """Record that an island has left the run. Unlike a lost island it cannot have aborted
+        the plan on its own."""
         self.knowledge.forget(island)
         self.coordination.leave(island)
         self.readies.latest.pop(island, None)
@@ -248,7 +257,8 @@ class RoundProtocol(RoundState):
         return own if is_same else own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
 
     def _renew_ready(self, status: Status) -> None:
-        """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
+        """Announce a later attempt if the peer has used this island's ready message in a plan
+        that never arrived here."""
         own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
         if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
@@ -259,7 +269,7 @@ class RoundProtocol(RoundState):
             return
         if sender != plan.planner and is_passed_on(plan, self.knowledge.rules):
             if not self.passing.believes(plan):
-                return  # Until the planner says that it is its own.
+                return  # The plan is kept until its planner announces it.
         else:
             self._check_sender(sender, plan.planner)
         self.suspicions.passed_over -= {plan.planner}
@@ -271,9 +281,9 @@ class RoundProtocol(RoundState):
 
     # -- plans --------------------------------------------------------------------------------------------------
     def _find_objection(self, plan: Plan) -> str | None:
-        """Why this island does not take part in the plan, or None."""
+        """Return the reason why this island takes no part in the plan, or None if it takes part."""
         if plan.id in self.vote_table.query_first or plan.id in self.vote_table.outcomes:
-            return "it has been given up here"
+            return "this island has aborted it"
         if self.state != "gathering" or self.own is None or self.plan is not None:
             return f"{self.knowledge.me!r} is {self.state} in round {self.knowledge.status.round}"
         if self.gathering.is_out_of_turn(plan):
@@ -298,7 +308,8 @@ class RoundProtocol(RoundState):
         self.send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
 
     def _expect_earlier(self, plan: Plan) -> None:
-        """A plan goes back to a state that this island lacks: those that have named it hold it now, or soon will."""
+        """Presume that the islands which named an earlier state hold it, if the plan goes back
+        to it and this island lacks it."""
         holders = [p.island for p in plan.participants if p.earlier == plan.earlier]
         if plan.earlier is None or self.knowledge.me in holders:
             return
@@ -308,4 +319,4 @@ class RoundProtocol(RoundState):
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:
-            raise MessageError(f"{sender!r} speaks for {claimed!r}")
+            raise MessageError(f"{sender!r} sends a message in the name of {claimed!r}")

@@ -1,12 +1,12 @@
-"""How the votes on a plan reach all of its participants: through the planner, or from each to each.
+"""Exchange of the votes on a plan among all participants: through the planner, or directly from each to each.
 
-Among many participants the planner passes the votes on, so that a round takes each of them a few messages and not n:
+Among many participants the planner forwards the votes, so that each of them sends a few messages and not n per round:
 
     Vote        each participant -> planner
-    VoteList    planner -> all: the votes of all, once it has them. Very many pass it on (passing.py), and acknowledge
+    VoteList    planner -> all: the votes of all, once it has them. Very many forward it along a tree, and acknowledge
                 it to the planner
-    Settled     planner -> all: all have acknowledged the list. They commit, and say so in their receipts
-                The planner commits when the first of them has: if it freezes, they need not hear of it to go on.
+    Settled     planner -> all: all have acknowledged the list. They commit, and report it in their receipts
+                The planner commits after the first of them: if it freezes, the others can commit without it.
 
 Few participants, and any that cannot rely on the planner (it is lost or slow, or somebody has voted no), send their
 vote to each of the others, which acknowledge it. An island commits when it has the votes of all, and all have its own.
@@ -25,36 +25,38 @@ from outer.network.messages import Message
 
 @dataclass
 class VoteExchange:
-    """One island's part in it. All values in its fields are immutable."""
+    """One island's part in the exchange of votes on a plan. All values in its fields are
+    immutable."""
 
     plan: Plan | None = None
     """The plan in which this island takes part."""
     is_direct: bool = True
     """Whether this island sends its vote to each of the others."""
     has_lists: bool = False
-    """Whether the plan has so many participants that its planner passes their votes on."""
+    """Whether the plan has so many participants that its planner forwards their votes."""
     passed_on: VoteList | Settled | None = None
-    """What this island has sent last as the planner, or passed on."""
+    """The last list or `Settled` that this island has sent as the planner, or forwarded."""
     branches: frozenset[str] = frozenset()
-    """The participants to which this island sends the votes of all, as the planner or when it gets them."""
+    """The participants to which this island sends the votes of all, as the planner or when it
+    receives them."""
     num_repeats: int = 0
-    """How often this island might have sent again what the others have not acknowledged."""
+    """The number of times that unacknowledged messages have been due for repetition."""
     is_settled: bool = False
-    """Whether the planner has told this island that all have the votes of all."""
+    """Whether the planner has announced that all participants have the votes of all."""
     is_querying: bool = False
     """Whether this island has asked the other participants for the outcome of the plan."""
     outbox: list[tuple[Iterable[str], Message]] = field(default_factory=list)
     """Messages to send, each with the islands that receive it."""
 
     def begin(self, plan: Plan, me: str, rules: Rules) -> None:
-        """This island takes part in the plan."""
+        """Begin the exchange for a plan in which this island takes part."""
         self.plan, self.passed_on, self.is_settled, self.is_querying = plan, None, False, False
         self.has_lists = len(plan.names) > rules.direct_islands
         self.is_direct = not self.has_lists
         self.branches, self.num_repeats = find_branches(plan, me, rules), 0
 
     def end(self) -> None:
-        """This island takes part in no plan."""
+        """End the exchange: this island takes part in no plan."""
         self.plan, self.is_querying = None, False
 
     def vote(self, vote: Vote, table: VoteTable, knowledge: Knowledge) -> None:
@@ -62,18 +64,19 @@ class VoteExchange:
         assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
         table.add(signed := vote.signed(self.plan, knowledge.signer.sign))
         if vote.digest is None:
-            self.is_direct = True  # The others need not wait for each other any longer.
+            self.is_direct = True  # A no aborts the plan, so the others need not wait any longer.
         others = self.others(knowledge.me)
         self.outbox.append((others if self.is_direct else others & {self.plan.planner}, signed))
 
     def conclude(
         self, table: VoteTable, knowledge: Knowledge, *, is_late: bool, is_over: bool, is_slow: bool
     ) -> Outcome:
-        """Outcome of the plan on this island. See `RoundProtocol.conclude`."""
+        """Return the outcome of the plan on this island. The arguments are as in
+        `RoundProtocol.conclude`."""
         assert self.plan is not None, "an island concludes the plan it takes part in"
         self._go_on(self.plan, table, knowledge, is_slow=is_slow or is_late)
         if self.plan.id in table.outcomes:
-            return table.outcomes[self.plan.id][1]  # The planner has been told so already.
+            return table.outcomes[self.plan.id][1]  # The planner has this in a receipt already.
         reachable = self.others(knowledge.me) - knowledge.lost
         outcome = table.decide(self.plan, reachable, is_late=is_late)
         if outcome == "query":
@@ -87,7 +90,7 @@ class VoteExchange:
         return outcome
 
     def repeat(self, table: VoteTable, knowledge: Knowledge) -> None:
-        """Send again what may have been lost."""
+        """Send messages that may have been lost again."""
         if self.plan is None or (own := table.votes.get((self.plan.id, knowledge.me))) is None:
             return
         others = self.others(knowledge.me)
@@ -102,7 +105,7 @@ class VoteExchange:
             self.outbox.append((others, self.passed_on))
         elif self.passed_on is not None and planner == knowledge.me:
             self.num_repeats += 1
-            # For the first second the list is on its way from island to island.
+            # For the first second the list is still being forwarded from island to island.
             late = pending & self.branches if self.num_repeats == 1 else pending
             self.outbox.append((late, self.passed_on))
         if self.is_querying:
@@ -111,9 +114,11 @@ class VoteExchange:
     def receive(
         self, sender: str, message: VoteList | Settled, table: VoteTable, knowledge: Knowledge, *, has_voted: bool
     ) -> VoteReceipt:
-        """Process what the planner passes on. After `Settled` this island commits, and says so at once.
+        """Process a message that the planner sends or others forward. After `Settled` this island
+        commits and reports it at once.
 
-        `has_voted`: on the plan under way. Raises MessageError if a vote is missing or is not signed.
+        `has_voted`: whether this island has voted on the current plan. Raises MessageError if a
+        vote is missing or unsigned.
         """
         plan = self.plan
         if plan is not None and message.plan == plan.id and has_voted:
@@ -128,7 +133,8 @@ class VoteExchange:
         return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
 
     def _take_list(self, sender: str, message: VoteList, plan: Plan, table: VoteTable, knowledge: Knowledge) -> None:
-        """Remember the votes of all, whoever passes them on, and do so as well. Raises as `VoteTable.add_list`."""
+        """Remember the votes of all, whichever island sends them, and forward them. Raises like
+        `VoteTable.add_list`."""
         table.add_list(sender, message, plan, knowledge.signer.verify)
         if self.passed_on is None and plan.planner != knowledge.me:
             self.passed_on = message
@@ -138,11 +144,12 @@ class VoteExchange:
             self.outbox.append(({plan.planner}, receipt))
 
     def others(self, me: str) -> frozenset[str]:
-        """The participants without this island."""
+        """Return the participants without this island."""
         return frozenset(self.plan.names) - {me} if self.plan is not None else frozenset()
 
     def _go_on(self, plan: Plan, table: VoteTable, knowledge: Knowledge, *, is_slow: bool) -> None:
-        """Pass votes on, or rely on the planner no longer. `is_slow`: it has had its time."""
+        """Forward votes, or stop relying on the planner. `is_slow`: the planner's time to
+        forward the votes is over."""
         cannot_rely = is_slow or plan.planner in knowledge.lost or _is_in_doubt(plan, table)
         if cannot_rely and not self.is_direct:
             self.is_direct = True
@@ -155,7 +162,7 @@ class VoteExchange:
             self.outbox.append((self.branches if is_list else self.others(knowledge.me), message))
 
     def _find_next(self, plan: Plan, table: VoteTable, me: str) -> VoteList | Settled | None:
-        """What the planner passes on next, if it is time to do so."""
+        """Return the planner's next message to all, or None if it is not time for one."""
         if self.passed_on is None:
             return VoteList.of(plan, table.cast(plan))
         has_all = table.tally(plan) == "commit" and not table.pending(plan) & self.others(me)
@@ -163,15 +170,16 @@ class VoteExchange:
         return Settled(plan=plan.id, round=plan.round) if has_all and not is_over else None
 
     def _holds_back(self, plan: Plan, table: VoteTable, me: str) -> bool:
-        """Whether this island must not commit yet, although it has all votes, and all have its own.
+        """Return whether this island must not commit yet, although votes and receipts are complete.
 
-        The others could not find out by themselves that it has committed.
+        It must wait while the others could not find out by themselves that it has committed.
         """
         if not self.has_lists or not self.others(me):
             return False
         if plan.planner != me:
             return not self.is_direct and not self.is_settled
-        # Also if it writes to all by now: the others may have sent their votes to it alone.
+        # This also holds if it writes to all by now: the others may have sent their votes to it
+        # alone.
         return all(table.receipts.get((plan.id, name)) != "commit" for name in self.others(me))
 
     def _query(self, plan: Plan, table: VoteTable, reachable: frozenset[str]) -> None:
@@ -180,13 +188,13 @@ class VoteExchange:
 
 
 def _is_in_doubt(plan: Plan, table: VoteTable) -> bool:
-    """Whether the plan may not commit and votes are missing, which say why."""
+    """Return whether the plan may not commit while missing votes would give the reason."""
     is_complete = len(table.cast(plan)) == len(plan.names)
     return plan.id in table.query_first or (table.tally(plan) == "abort" and not is_complete)
 
 
 def _record(plan: Plan, outcome: Outcome, table: VoteTable, knowledge: Knowledge) -> None:
-    """The outcome of the plan on this island is final, unless it is open."""
+    """Record the plan's outcome on this island as final, unless it is open."""
     if outcome != "open":
         table.outcomes[plan.id] = (plan.round, outcome)
     if outcome == "commit":

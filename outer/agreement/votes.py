@@ -1,4 +1,5 @@
-"""Memory of one island about the plans of recent rounds, bounded so that a hostile peer cannot fill it."""
+"""Memory of one island for the plans of recent rounds, bounded so that a hostile peer cannot
+fill it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from outer.errors import MessageError
 from outer.network.rejections import RefusedError
 
 MAX_PLANS = 64
-"""Maximum number of plans whose votes and queries are remembered for each island that speaks of them."""
+"""Maximum number of plans whose votes and queries are remembered per sending island."""
 
 
 @dataclass
@@ -21,31 +22,39 @@ class VoteTable:
     votes: dict[tuple[str, str], Vote] = field(default_factory=dict)
     """Votes by (plan, island)."""
     receipts: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    """By (plan, island): the island has this island's vote, and knew this outcome when the vote arrived."""
+    """By (plan, island): the island has this island's vote; the value is the outcome it knew
+    when the vote arrived."""
     replies: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    """By (plan, island): the outcome that the island reported when it was queried."""
+    """By (plan, island): the outcome that the island reported in its reply to a query."""
     outcomes: dict[str, tuple[int, Outcome]] = field(default_factory=dict)
     """(round, outcome on this island) by plan."""
     certificates: dict[str, Certificate] = field(default_factory=dict)
-    """Proofs of the plans that are committed here, or that another participant has committed, by plan."""
+    """Proofs of the plans that were committed by this island or another participant, by plan."""
     query_first: dict[str, int] = field(default_factory=dict)
-    """Rounds of the plans that this island commits only after it has queried the other participants, by plan."""
+    """Rounds of the plans that this island commits only after an outcome query to the other
+    participants, by plan."""
     num_queries: dict[str, int] = field(default_factory=dict)
-    """Queries about plans that were unknown here, by the island that asked."""
+    """Number of queries about plans that were unknown here, by the querying island."""
 
     def add(self, vote: Vote) -> None:
         """Remember a vote. Only the first vote of an island on a plan counts."""
         self.votes.setdefault((vote.plan, vote.island), vote)
 
+    def has_dispute(self, plan: Plan) -> bool:
+        """Whether islands have voted for different digests of the state to which this plan leads."""
+        digests = {vote.digest for (plan_id, _), vote in self.votes.items() if plan_id == plan.id and vote.digest}
+        return len(digests) > 1
+
     def drop_unsigned(self, plan: Plan, verify: Verify) -> None:
-        """Forget yes votes that came before the plan and are not signed as it demands."""
+        """Forget yes votes that arrived before the plan and are not signed with the plan's keys."""
         early = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
         for vote in early:
             if not vote.is_signed(plan, verify):
                 del self.votes[plan.id, vote.island]
 
     def certify(self, plan: Plan) -> Certificate:
-        """The certificate of a plan that commits: that of another participant, or else the votes of all."""
+        """Return the certificate of a plan that commits: another participant's, or one made of
+        all votes."""
         if plan.id in self.certificates:
             return self.certificates[plan.id]
         votes = [self.votes[plan.id, name] for name in plan.names]
@@ -55,24 +64,27 @@ class VoteTable:
         return made
 
     def record(self, plan: Plan, sender: str, reply: VoteReceipt | OutcomeReply, verify: Verify) -> None:
-        """Remember what became of the plan at another participant. Raises RefusedError for a commit without proof."""
+        """Remember the outcome of the plan at another participant. Raises RefusedError for a
+        commit without proof."""
         if isinstance(reply, VoteReceipt):
             self.receipts[plan.id, sender] = reply.outcome
             return
-        # Until the proof is checked. An island that claims to have committed has at least not aborted.
+        # A claimed commit counts as open until its proof is checked: the island has at least not
+        # aborted.
         self.replies[plan.id, sender] = "open" if reply.outcome == "commit" else reply.outcome
         if reply.outcome == "commit":
             self.certificates[plan.id] = check_certificate(plan, reply.certificate, verify)
             self.replies[plan.id, sender] = "commit"
 
     def answer_vote(self, vote: Vote, knowledge: Knowledge, plan: Plan | None, *, is_own_plan: bool) -> VoteReceipt:
-        """Remember a peer's vote and acknowledge it. Raises MessageError for a later round, and as `check_room`.
+        """Remember a peer's vote and acknowledge it. Raises MessageError for a later round, and
+        like `check_room`.
 
-        `plan`: the plan under way, whose votes must be signed. `is_own_plan`: this island takes part in the plan of the
-        vote, or has done so.
+        `plan`: the current plan, whose votes must be signed. `is_own_plan`: this island takes or
+        took part in the plan of the vote.
         """
         if plan is not None and vote.plan == plan.id and not vote.is_signed(plan, knowledge.signer.verify):
-            raise RefusedError("vote", f"{vote.island!r} has not signed its vote as the plan demands")
+            raise RefusedError("vote", f"{vote.island!r} has not signed its vote with its key in the plan")
         is_near = knowledge.is_near(vote.round)
         if is_near:
             if not is_own_plan:
@@ -87,12 +99,13 @@ class VoteTable:
         votes = message.votes(plan)
         for vote in votes:
             if not vote.is_signed(plan, verify):
-                raise RefusedError("vote", f"{sender!r} passes on a vote that {vote.island!r} has not signed")
+                raise RefusedError("vote", f"{sender!r} forwards a vote that {vote.island!r} has not signed")
         for vote in votes:
             self.add(vote)
 
     def settle(self, plan: Plan) -> None:
-        """The planner says that all participants have the votes of all, and this island has them."""
+        """Record the planner's announcement that all participants have the votes of all, if this
+        island has them, too."""
         if len(self.cast(plan)) == len(plan.names):
             for name in plan.names:
                 self.receipts.setdefault((plan.id, name), "open")
@@ -100,13 +113,16 @@ class VoteTable:
     def answer_query(
         self, sender: str, query: OutcomeQuery, knowledge: Knowledge, participants: Collection[str] | None
     ) -> OutcomeReply:
-        """Tell a peer what became of the plan here. Raises MessageError as `check_room`.
+        """Return the outcome of the plan on this island, for a peer that queries it. Raises
+        MessageError like `check_room`.
 
-        `participants`: those of the plan if this island is or was one of them, otherwise None.
+        `participants`: the plan's participants if this island is or was one of them, otherwise
+        None.
         """
         outcome = self.outcome_of(query.plan, is_near=knowledge.is_near(query.round))
         if outcome == "open" and (participants is None or sender in participants):
-            # A commit on votes alone is forbidden from now on: the peer that is told "open" may abort the plan.
+            # From now on a commit on votes alone is forbidden: the peer that gets the reply "open"
+            # may abort the plan.
             if participants is None and query.plan not in self.query_first:
                 self.check_room(query.plan, sender)
                 self.num_queries[sender] = self.num_queries.get(sender, 0) + 1
@@ -115,26 +131,31 @@ class VoteTable:
         return OutcomeReply(plan=query.plan, outcome=outcome, certificate=certificate)
 
     def cast(self, plan: Plan) -> dict[str, Vote]:
-        """The participants' votes on the plan that are known, by island."""
+        """Return the participants' votes on the plan that are known, by island."""
         return {name: vote for name in plan.names if (vote := self.votes.get((plan.id, name)))}
 
     def tally(self, plan: Plan) -> Outcome:
-        """Outcome of the votes: abort on one no or two digests, commit when all are yes, otherwise open."""
+        """Return the outcome of the votes: abort on one no or two digests, commit when all are
+        yes, otherwise open."""
         cast = self.cast(plan).values()
         if any(v.digest is None for v in cast) or len({v.digest for v in cast}) > 1:
             return "abort"
         return "commit" if len(cast) == len(plan.names) else "open"
 
     def decide(self, plan: Plan, reachable: frozenset[str], *, is_late: bool) -> Outcome | Literal["query"]:
-        """Outcome according to the votes and receipts, or "query" if the other participants must be asked for it.
+        """Return the outcome by the votes and receipts, or "query" if the other participants must
+        be queried.
 
-        `reachable`: the other participants that are not lost. `is_late`: missing votes are not waited for any longer.
+        `reachable`: the other participants that are not lost. `is_late`: missing votes are no
+        longer waited for.
         """
         outcome, pending = self.tally(plan), self.pending(plan) & reachable
         if outcome == "abort":
-            # The votes that are still to come say which digest the majority has found, and who else is accused.
+            # The missing votes will tell which digest the majority has found, and which other
+            # islands are accused.
             return "open" if self._is_counting(plan, reachable) and not is_late else outcome
-        # A receipt says "abort" if that participant had aborted the plan when this island's vote arrived there.
+        # A receipt contains "abort" if its sender had aborted the plan when this island's vote
+        # arrived there.
         is_aborted_elsewhere = any(self.receipts.get((plan.id, name)) == "abort" for name in plan.names)
         is_doubtful = plan.id in self.query_first or is_aborted_elsewhere
         if pending and not is_doubtful and not is_late:
@@ -142,9 +163,11 @@ class VoteTable:
         return "commit" if outcome == "commit" and not pending and not is_doubtful else "query"
 
     def _is_counting(self, plan: Plan, reachable: frozenset[str]) -> bool:
-        """Whether somebody is to blame for the abort, and votes of reachable participants are missing.
+        """Return whether some island is to blame for the abort, and votes of reachable participants
+        are missing.
 
-        If nobody alone held up a reduce, those that cast no vote either are to blame: a no ends the reduce of all.
+        If no single island delayed a reduce, participants that cast no vote are to blame, because a
+        no ends the reduce of all.
         """
         cast = self.cast(plan).values()
         has_blame = any(vote.accused in plan.names or vote.is_stalled for vote in cast)
@@ -152,35 +175,41 @@ class VoteTable:
         return has_blame and any((plan.id, name) not in self.votes for name in reachable)
 
     def resolve(self, plan: Plan, reachable: frozenset[str]) -> Outcome:
-        """Outcome of a query: commit if any participant has committed, abort once all `reachable` ones have replied."""
+        """Return the outcome of a query: commit if any participant has committed, abort once all
+        `reachable` ones have replied."""
         if any(self.replies.get((plan.id, name)) == "commit" for name in plan.names):
             return "commit"
         return "open" if self.without_reply(plan) & reachable else "abort"
 
     def forget_open(self, plan: str) -> None:
-        """Another participant is lost: who has said "open" may have heard from it that it has committed."""
+        """Forget "open" replies when another participant is lost: their senders may have since
+        learned of its commit."""
         self.replies = {key: said for key, said in self.replies.items() if key[0] != plan or said != "open"}
 
     def pending(self, plan: Plan) -> frozenset[str]:
-        """Participants whose vote is missing, or that have not acknowledged this island's vote."""
+        """Return the participants whose vote is missing, or that have not acknowledged this
+        island's vote."""
         return frozenset(n for n in plan.names if (plan.id, n) not in self.votes or (plan.id, n) not in self.receipts)
 
     def without_reply(self, plan: Plan) -> frozenset[str]:
-        """Participants that have not reported the outcome of the plan."""
+        """Return the participants that have not reported the outcome of the plan."""
         return frozenset(name for name in plan.names if (plan.id, name) not in self.replies)
 
     def outcome_of(self, plan: str, *, is_near: bool) -> Outcome:
-        """Outcome of the plan on this island. An unknown plan is open if its round `is_near`, otherwise aborted.
+        """Return the outcome of the plan on this island. An unknown plan is open if its round
+        `is_near`, otherwise aborted.
 
-        A plan of a distant round is either too old or belongs to a history that this island has left.
+        A plan of a distant round is either too old or belongs to a history that this island has
+        left.
         """
         return self.outcomes[plan][1] if plan in self.outcomes else "open" if is_near else "abort"
 
     def check_room(self, plan: str, sender: str) -> None:
-        """Raise MessageError if the sender has spoken of MAX_PLANS other plans already that are remembered here."""
+        """Raise MessageError if the sender has caused MAX_PLANS other plans to be remembered
+        here."""
         plans = {key[0] for key in self.votes if key[1] == sender}
         if plan not in plans and len(plans) + self.num_queries.get(sender, 0) >= MAX_PLANS:
-            raise MessageError("too many plans are heard of in this round")
+            raise MessageError("too many plans are mentioned in this round")
 
     def prune(self, round_number: int) -> None:
         """Forget the plans of all rounds before `round_number - 1`."""
@@ -195,7 +224,8 @@ class VoteTable:
 
 
 def check_certificate(plan: Plan, certificate: Certificate | None, verify: Verify) -> Certificate:
-    """The certificate, if it proves that all participants have agreed on the plan. Raises RefusedError if not."""
+    """Return the certificate if it proves that all participants agreed on the plan. Raises
+    RefusedError if not."""
     said = f"it says that the plan of round {plan.round} is committed, and shows"
     if certificate is None:
         raise RefusedError("proof", f"{said} no certificate")

@@ -1,11 +1,14 @@
-"""What islands sign about the payloads of a part, so that its reducer can be held to the mean that it sent.
+"""Signatures of islands on the payloads of a part, which hold the part's reducer to the mean that
+it sent.
 
-    contributor   signs the plan, the part and the digest of its payload; the signature follows the payload
-    reducer       signs a statement when it is audited: the mean that it sent, and the payloads that it is the mean of,
-                  each with its contributor's signature
+contributor: signs the plan, the part and the digest of its payload; the signature follows the
+payload.
 
-So nobody can make a reducer seem to have received another payload than it did: a contributor's signature says what it
-sent, and a reducer refuses a payload without one.
+reducer: signs a statement when it is audited: the mean that it sent, and the payloads from which it
+was computed, each with its contributor's signature.
+
+So no island can make it appear that a reducer received another payload than it did: a contributor's
+signature proves which payload it sent, and a reducer refuses a payload without a signature.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ FullDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]{64}$")]
 
 
 class SignedDigest(Message):
-    """A contributor's payload of a part, by its digest, and the contributor's signature."""
+    """The digest of one contributor's payload of a part, with the contributor's signature."""
 
     digest: FullDigest
     signature: Signature
@@ -42,9 +45,9 @@ class Statement(Message):
     plan: PlanId
     part: int = Field(ge=0, lt=1 << 32)
     mean: FullDigest
-    """Digest of the encoded mean that it sent to all participants."""
+    """Digest of the encoded mean that the reducer sent to all participants."""
     payloads: list[SignedDigest] = Field(max_length=1024)
-    """Those that it is the mean of, in the order of the plan's contributors."""
+    """The payloads from which the mean was computed, in the order of the plan's contributors."""
     signature: Signature
 
 
@@ -54,25 +57,29 @@ def digest_of(payload: torch.Tensor) -> str:
 
 
 class Commitments:
-    """Signs the payloads of one island and checks those of the others. Any thread may call its methods."""
+    """Signs this island's payloads and checks those of other islands. Any thread may call its
+    methods."""
 
     def __init__(self, key: IslandKey, names: KnownNames) -> None:
-        """`names` must know the keys of a plan's participants."""
+        """Create it with the island's key. `names` must know the keys of a plan's participants."""
         self.key, self._names = key, names
 
     def key_of(self, island: str) -> str:
-        """The public key of an island. Raises TransportError if it is not known here, which is nobody's fault."""
+        """Return the public key of an island. Raises TransportError if it is not known here, for
+        which no island is blamed."""
         if (key := self._names.key_of(island)) is None:
             raise TransportError(f"the key of island {island!r} is not known here")
         return key
 
     def seal(self, plan: Plan, part: int, payload: torch.Tensor) -> torch.Tensor:
-        """The payload (1-D uint8) with this island's signature behind it, as it is sent while audits are on."""
+        """Return the payload (1-D uint8) with this island's signature appended, the form in
+        which it is sent while audits are on."""
         signature = sign_payload(self.key, plan, part, payload)
         return torch.cat([payload, torch.frombuffer(bytearray(signature), dtype=torch.uint8)])
 
     def open(self, plan: Plan, part: int, island: str, sealed: torch.Tensor) -> "SignedPayload":
-        """The inverse of `seal`. Raises PoisonError if `island` has not signed it."""
+        """Check and remove the signature that `seal` appended. Raises PoisonError if `island`
+        has not signed the payload."""
         payload, signature = sealed[:-SIGNATURE_BYTES], sealed[-SIGNATURE_BYTES:].numpy().tobytes()
         if not is_payload_signed(self.key_of(island), plan, part, digest_of(payload), signature):
             raise PoisonError(island, f"a payload of part {part} without its signature")
@@ -81,37 +88,41 @@ class Commitments:
 
 @dataclass(frozen=True)
 class SignedPayload:
-    """A contributor's encoded part (1-D uint8) and its signature, empty while this island's own is not signed yet."""
+    """A contributor's encoded part (1-D uint8) and its signature, which is empty while this
+    island's own part is unsigned."""
 
     payload: torch.Tensor
     signature: bytes = b""
 
 
 def sign_payload(key: IslandKey, plan: Plan, part: int, payload: torch.Tensor) -> bytes:
-    """A contributor's signature, of SIGNATURE_BYTES, that this payload is its own of the part in the plan."""
+    """Return a contributor's signature (SIGNATURE_BYTES bytes) on its payload of the part in the
+    plan."""
     return key.sign(PAYLOAD_PURPOSE, _payload_bytes(plan.id, part, digest_of(payload)))
 
 
 def is_payload_signed(public: str, plan: Plan, part: int, digest: str, signature: bytes) -> bool:
-    """Whether the holder of the key `public` has signed the payload with this digest."""
+    """Return whether the holder of the key `public` has signed the payload with this digest."""
     return verify(public, PAYLOAD_PURPOSE, _payload_bytes(plan.id, part, digest), signature)
 
 
 def build_statement(
     key: IslandKey, plan: Plan, part: int, mean: torch.Tensor, payloads: Sequence[SignedDigest]
 ) -> Statement:
-    """The statement of a reducer that holds `key`, about the mean (its encoded bytes) of these payloads."""
+    """Return the signed statement of the reducer that holds `key`, about the mean (encoded
+    bytes) of these payloads."""
     unsigned = Statement(plan=plan.id, part=part, mean=digest_of(mean), payloads=list(payloads), signature="0" * 128)
     return unsigned.model_copy(update={"signature": key.sign(STATEMENT_PURPOSE, _statement_bytes(unsigned)).hex()})
 
 
 def is_statement_signed(public: str, statement: Statement) -> bool:
-    """Whether the holder of the key `public` has signed the statement."""
+    """Return whether the holder of the key `public` has signed the statement."""
     return verify(public, STATEMENT_PURPOSE, _statement_bytes(statement), bytes.fromhex(statement.signature))
 
 
 def _payload_bytes(plan: str, part: int, digest: str) -> bytes:
-    # The plan's id contains the participants' incarnations, so it is of one attempt of one run.
+    # The plan's id contains the participants' incarnations, so it belongs to one attempt of one run
+    # only.
     return bytes.fromhex(plan) + part.to_bytes(8) + bytes.fromhex(digest)
 
 

@@ -1,10 +1,13 @@
-"""An island's own experience with reducers that it audited, over the rounds: with whom it takes part in no plan.
+"""An island's own record of reducers that it audited: it takes part in no plan with a distrusted
+one.
 
-    wrong mean       out for 64 rounds, then 256, ...; it is certain, at least to this island
-    nothing shown    out for 0, 1, 3, 7, ... rounds, because a link may have been at fault; not if there are two islands
+wrong mean: distrusted for 64 rounds, then 256, ...; the fault is certain, at least to this island.
 
-An entry is forgotten FORGET_ROUNDS after it has ended. It is this island's word alone: to others its refusal is an
-accusation like any other (outer/agreement/suspicions.py).
+nothing shown: distrusted for 0, 1, 3, 7, ... rounds, because a link may be at fault; never if there
+are two islands.
+
+An entry is forgotten FORGET_ROUNDS after it has ended. Other islands treat this island's refusal
+like any other accusation (outer/agreement/suspicions.py).
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from outer.agreement.messages import Plan
 
 WRONG_ROUNDS = 64
-"""Rounds for which an island is out after the first wrong mean; four times as many after each further one."""
+"""Rounds of distrust after the first wrong mean. The number is multiplied by 4 for each further
+one."""
 MAX_ROUNDS = 1 << 14
 FORGET_ROUNDS = 64
 
@@ -22,17 +26,19 @@ class _Entry:
     num_wrong: int
     num_hidden: int
     until: int
-    """It is out of the rounds before this one."""
+    """The island is distrusted in the rounds before this one."""
 
 
 class Distrust:
-    """Every rank of an island keeps its own, from the same audits."""
+    """The distrusted islands. Every rank of an island keeps its own copy, updated from the same
+    audits."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
 
     def note(self, round_number: int, island: str, *, is_wrong: bool) -> None:
-        """An audit in this round has found the island at fault: its mean was wrong, or it did not show its work."""
+        """Record that an audit in this round found the island at fault: a wrong mean
+        (`is_wrong`), or missing evidence."""
         old = self._entries.get(island, _Entry(0, 0, 0))
         if round_number >= old.until + FORGET_ROUNDS:
             old = _Entry(0, 0, 0)
@@ -41,7 +47,8 @@ class Distrust:
         self._entries[island] = _Entry(wrong, hidden, max(old.until, round_number + min(rounds, MAX_ROUNDS)))
 
     def find(self, plan: Plan) -> tuple[str, str] | None:
-        """A participant with which this island takes part in no plan of this round, and why; or None."""
+        """Return a participant with which this island takes part in no plan of this round, and
+        the reason; or None."""
         for name in plan.names:
             entry = self._entries.get(name)
             if entry is None or plan.round >= entry.until:

@@ -1,10 +1,10 @@
-"""What a reducer keeps of an attempt until its outcome is known, and shows to the participants that audit it.
+"""The payloads that a reducer keeps until an attempt's outcome is known, and shows to participants that audit it.
 
     statement {plan, part}            the reducer's signed account of the part's mean        (control lane)
     shown     {plan, part, island}    the payload that this contributor sent for the part    (bulk lane)
 
 Both are called on the rank that carries the part. While audits are on, the payloads that a rank receives as a reducer
-stay in memory until the attempt ends: in all about the bytes of one encoded pseudo-gradient of the round's fragment.
+stay in memory until the attempt ends: in total about the size of one encoded pseudo-gradient of the round's fragment.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import IslandName, Message, receive
 
 MAX_SHOWN = 2
-"""How often an island is shown the same payload. A second time is for a connection that broke."""
+"""The number of times that an island may fetch the same payload. The second is for a connection
+that broke."""
 
 
 class StatementRequest(Message):
@@ -53,21 +54,22 @@ class PayloadRequest(Message):
 @dataclass(frozen=True)
 class _KeptPart:
     payloads: Mapping[str, SignedPayload]
-    """By contributor, in the order of the plan."""
+    """Payloads by contributor, in the order of the plan."""
     mean: torch.Tensor
 
 
 class KeptPayloads:
-    """The payloads of one rank's last attempt. All but `clear` must be called on the event loop."""
+    """The payloads of one rank's last attempt. All methods but `clear` must be called on the
+    event loop."""
 
     def __init__(self, commitments: Commitments) -> None:
         self.commitments = commitments
         self._plan: Plan | None = None
         self._parts: dict[int, _KeptPart] = {}
         self._statements: dict[int, bytes] = {}
-        """Statements that somebody has asked for, by part."""
+        """Encoded statements that were requested, by part."""
         self._shown: Counter[tuple[str, int, str]] = Counter()
-        """How often a payload was shown, by who asked, part and contributor."""
+        """Number of times that a payload was shown, by requesting island, part and contributor."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,16 +77,17 @@ class KeptPayloads:
         return sum(each.payload.numel() for part in self._parts.values() for each in part.payloads.values())
 
     def begin(self, plan: Plan) -> None:
-        """A new attempt begins; what was kept of an earlier one is dropped."""
+        """Begin a new attempt and drop the payloads of an earlier one."""
         self.clear()
         self._plan = plan
 
     def keep(self, part: int, payloads: Mapping[str, SignedPayload], mean: torch.Tensor) -> None:
-        """Keep what this rank, as the part's reducer, made the encoded `mean` of. `payloads` in the plan's order."""
+        """Keep the payloads of which this rank, as the part's reducer, computed the encoded
+        `mean`. `payloads`: in the plan's order."""
         self._parts[part] = _KeptPart(payloads, mean)
 
     def clear(self) -> None:
-        """The attempt is over: drop everything. Any thread may call it."""
+        """Drop everything, because the attempt is over. Any thread may call it."""
         self._plan, self._parts, self._statements, self._shown = None, {}, {}, Counter()
 
     def serve(self, messenger: Messenger) -> None:
@@ -113,7 +116,8 @@ class KeptPayloads:
         return await asyncio.to_thread(lambda: found.payload.contiguous().numpy().tobytes())
 
     def _find(self, source: Endpoint, plan_id: str, part: int) -> tuple[Plan, _KeptPart]:
-        """What is kept of the part. Raises TransportError, whose text goes to the caller."""
+        """Return the plan and the kept part. Raises TransportError, whose text goes to the
+        caller."""
         plan = self._plan
         if plan is None or plan.id != plan_id or source.island not in plan.names:
             raise TransportError("this island does not take part in that plan, or no longer does")
@@ -128,7 +132,8 @@ class KeptPayloads:
 
 
 def sign_all(key: IslandKey, plan: Plan, part: int, payloads: Sequence[SignedPayload]) -> list[SignedDigest]:
-    """Digests and signatures of payloads. This island's own payload, which it did not send, is signed now."""
+    """Return digests and signatures of payloads. This island's own payload, which was not sent,
+    is signed now."""
     return [
         SignedDigest(
             digest=digest_of(each.payload),

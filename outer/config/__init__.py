@@ -1,20 +1,23 @@
-"""The `outer` section of the run config. No torch, so that config errors appear fast."""
+"""The `outer` section of the run config. It does not import torch, so that config errors appear
+fast."""
 
+from outer.config.networks import NETWORKS, PORTS_OF_TLS, NetworkFacts
 from outer.config.optimizer import AlignConfig, OuterOptimizerConfig
-from outer.config.outer import AT_RENDEZVOUS, CODECS, MAX_TLS_STREAMS, PORTS_OF_TLS, OuterConfig
+from outer.config.outer import CODECS, MAX_TLS_STREAMS, OuterConfig
 from outer.config.section import Section
 from outer.config.sharing import MERGE_RULES, CodingConfig, GossipConfig, MergeConfig
 
 __all__ = [
-    "AT_RENDEZVOUS",
     "CODECS",
     "MAX_TLS_STREAMS",
     "MERGE_RULES",
+    "NETWORKS",
     "PORTS_OF_TLS",
     "AlignConfig",
     "CodingConfig",
     "GossipConfig",
     "MergeConfig",
+    "NetworkFacts",
     "OuterConfig",
     "OuterOptimizerConfig",
     "Section",

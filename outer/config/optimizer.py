@@ -9,50 +9,57 @@ from outer.config.section import Section
 
 
 class AlignConfig(Section):
-    """HeLoCo's rule (2606.00271), part by part: a pseudo-gradient that disagrees with the outer momentum is changed.
+    """HeLoCo's rule (2606.00271), part by part: a pseudo-gradient that disagrees with the outer
+    momentum is changed.
 
-    It is for rounds of a quorum, where pseudo-gradients are stale. See outer/state/alignment.py for the equations; the
-    defaults are ours.
+    It is meant for rounds of a quorum, where pseudo-gradients are stale. See
+    outer/state/alignment.py for the equations. The default values are our own.
     """
 
     keep: float = Field(default=0.0, ge=0, le=1)
-    """A pseudo-gradient whose cosine with the momentum is at least this is left alone; 0: all that do not oppose it."""
+    """A pseudo-gradient whose cosine with the momentum is at least this value is not changed. 0:
+    only pseudo-gradients with a negative cosine are changed."""
     turn: float = Field(default=0.5, ge=0)
-    """How far one with a cosine from 0 to `keep` is turned towards the momentum, keeping its length; 0: not at all."""
+    """How far a pseudo-gradient with a cosine from 0 to `keep` is turned towards the momentum.
+    Its length stays the same. 0: not at all."""
     shrink: float = Field(default=1.0, ge=0)
-    """How much of what points against the momentum is taken away; 0: nothing."""
+    """How much of the component against the momentum is removed from a pseudo-gradient; 0:
+    nothing."""
     most: float = Field(default=1.0, ge=0, le=1)
-    """Largest share of it that is taken away."""
+    """Largest share of the component against the momentum that is removed."""
     doubt: float = Field(default=1.0, ge=0)
-    """How much less is done to a pseudo-gradient that is short beside the momentum; 0: no less."""
+    """How much the changes are reduced for a pseudo-gradient that is short relative to the
+    momentum; 0: not at all."""
 
 
 class OuterOptimizerConfig(Section):
-    """torch.optim.SGD on the fp32 global params. The defaults are those of DiLoCo (2311.08105)."""
+    """torch.optim.SGD on the fp32 global params. The defaults are DiLoCo's (2311.08105)."""
 
     rule: Annotated[str, one_of((), "my_package.outer:SignMomentum")] | None = None
-    """An outer optimizer of your own by its import path (docs/extending.md), which gets `lr` and `options`; `momentum`
-    and `nesterov` do not apply to it. null: SGD."""
+    """An outer optimizer of your own, by its import path (docs/extending.md). It gets `lr` and
+    `options`; `momentum` and `nesterov` do not apply to it. null: SGD."""
     options: Options = Field(default_factory=dict)
     """Settings of an outer optimizer of your own: keyword arguments of its class."""
     lr: float = Field(default=0.7, gt=0)
     """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain averaging."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the momentum that each step keeps; 0 for none."""
+    """Share of the momentum that each step keeps; 0: no momentum."""
     nesterov: bool = True
-    """Whether momentum is Nesterov's, which looks one step ahead."""
+    """Whether to use Nesterov momentum, which looks one step ahead."""
     delayed: bool = False
-    """Delayed Nesterov (2401.09135): apply each pseudo-gradient at once as one share of `outer.start_islands`, and let
-    momentum move the params once that many have come. Rounds of a few islands then do no more than one round of all."""
+    """Delayed Nesterov (2401.09135): apply each pseudo-gradient at once as a share of 1 /
+    `outer.start_islands`, and let momentum move the params after every `outer.start_islands`
+    pseudo-gradients. Several rounds of a few islands then have the effect of one round of all."""
     align: AlignConfig | None = None
-    """HeLoCo's rule (2606.00271) for stale pseudo-gradients; `{}` has its defaults. null: they are left alone."""
+    """HeLoCo's rule (2606.00271) for stale pseudo-gradients; `{}` uses its defaults. null:
+    pseudo-gradients are not changed."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OuterOptimizerConfig":
         if self.options and self.rule is None:
-            raise ValueError("options are for a rule of your own, and rule is null; leave them out")
+            raise ValueError("options are for a rule of your own, but rule is null; leave them out")
         if self.rule is not None and (self.delayed or self.align is not None):
-            raise ValueError("delayed and align are of SGD, and rule names an optimizer of your own; leave them out")
+            raise ValueError("delayed and align belong to SGD, but rule names an optimizer of your own; leave them out")
         if self.delayed and (self.momentum == 0 or not self.nesterov):
             raise ValueError(
                 f"delayed sets when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
@@ -60,7 +67,7 @@ class OuterOptimizerConfig(Section):
             )
         if self.align is not None and self.momentum == 0:
             raise ValueError(
-                "align compares pseudo-gradients with the momentum, and momentum is 0: set it above 0, or align to null"
+                "align compares pseudo-gradients with the momentum, but momentum is 0: set it above 0, or align to null"
             )
         return self
 

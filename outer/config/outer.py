@@ -1,9 +1,10 @@
-"""When islands average, over what, and who takes part."""
+"""Settings for when islands average, over which network, and which islands take part."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from outer.config.networks import NETWORKS, NetworkFacts
 from outer.config.optimizer import OuterOptimizerConfig
 from outer.config.own_code import is_import_path, one_of
 from outer.config.section import Section
@@ -12,17 +13,14 @@ from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments require."""
 GATHERED = ("topk",)
-"""Those of our codecs that cannot encode a mean: every island gets all payloads and computes the mean itself."""
+"""Our codecs that cannot encode a mean: every island gets all payloads and computes the mean
+itself."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 MAX_SECONDS = 30 * 86400.0
-"""No wait and no round of a run is longer: a swarm's config sets them, too."""
-AT_RENDEZVOUS = frozenset({"gloo", "tls"})
-"""Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
-too."""
+"""Longest wait and longest round of a run. It protects joiners, whose config may come from a
+swarm."""
 MAX_TLS_STREAMS = 16
-"""Limit of the connections on which a rank sends to a rank of another island, over tls."""
-PORTS_OF_TLS = 2
-"""Ports of a rank over tls: one for calls, and the next for payloads."""
+"""Limit for the connections on which a rank sends to a rank of another island, over tls."""
 
 GOSSIP_REFUSES = (
     "wait_for",
@@ -39,44 +37,51 @@ GOSSIP_REFUSES = (
     "missed_progress",
     "audit",
 )
-"""Settings that apply only to rounds of all islands, and that gossip rejects."""
+"""Settings that apply only to rounds of all islands. Gossip rejects them."""
 
 
 class OuterConfig(Section):
     """The outer loop: when islands average, how they encode pseudo-gradients, and which islands must take part."""
 
     rounds: int = Field(default=100, ge=1)
-    """Number of times that every parameter is averaged. The run has rounds x inner_steps inner steps."""
+    """Number of times that every parameter is averaged. The run has rounds x inner_steps inner
+    steps."""
     inner_steps: int = Field(default=30, ge=1)
     """Number of inner steps from one average of a parameter to the next (H)."""
     fragments: int = Field(default=1, ge=1)
-    """Number of parameter sets that are averaged in turn, each once in `inner_steps` at its own offset (2501.18512)."""
+    """Number of sets of parameters that are averaged in turn. Each set is averaged once per
+    `inner_steps` steps, at an offset of its own (2501.18512)."""
     fragment_pattern: Literal["strided", "sequential", "balanced"] = "strided"
-    """Layers of a fragment: every n-th layer, neighbouring layers, or a choice that makes fragments about equal."""
+    """Layers of a fragment: every n-th layer (strided), neighbouring layers (sequential), or a
+    choice that makes fragments about equal in size (balanced)."""
     delay: int = Field(default=0, ge=0)
     """Number of inner steps between the start of a round and the merge of its result (tau of 2501.18512)."""
     mix: float = Field(default=0.0, ge=0, le=1)
     """Weight of the island's own params when the result of a round is merged into them (alpha of 2501.18512)."""
     eager: bool = False
-    """While a round is in flight, continue from params that include this island's own contribution (2502.12996)."""
+    """While a round is in flight, continue from params that already include this island's own
+    contribution (2502.12996)."""
     moments: tuple[PositiveInt, PositiveInt] | None = None
-    """[u, v] also averages the inner AdamW's first moments every u-th time that params are averaged, and its second
-    moments every v-th time. null never averages moments.
-    [3, 6] is DES-LOC (2505.22549), [1, 1] is Local Adam. Moments are sent in fp32 if `codec` is fp32, else in bf16.
-    """
+    """[u, v]: also average the inner AdamW's first moments every u-th time that params are
+    averaged, and its second moments every v-th time. null: never average moments. [3, 6] is
+    DES-LOC (2505.22549), [1, 1] is Local Adam. Moments are sent in fp32 if `codec` is fp32,
+    otherwise in bf16."""
     local_steps: Literal["fixed", "dynamic", "timed"] = "fixed"
-    """Number of inner steps that an island makes in a round. dynamic lets a slower island make fewer, in proportion to
-    its measured speed. timed makes as many as fit into `round_seconds` (A-EDiT, 2412.07210), at least one and at most
-    as many as the schedule has, which the learning rate and the length of the run follow in any case."""
+    """Number of inner steps that an island makes per round. fixed: the same number on every
+    island. dynamic: a slower island makes fewer, in proportion to its measured speed. timed: as
+    many as fit into `round_seconds` (A-EDiT, 2412.07210), at least one and at most the number in
+    the schedule. The learning rate and the length of the run always follow the schedule."""
     round_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
-    """For local_steps timed: duration of a round's inner steps, from the first one on, without waits for others."""
+    """For local_steps timed: duration of a round's inner steps in seconds, from the start of the
+    first one, without waits for others."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
     gossip: GossipConfig | None = None
-    """Average with a few islands in turn instead of with all. null selects rounds of all islands."""
+    """Average with a few islands in turn instead of with all. null: rounds of all islands."""
     audit: float = Field(default=0.0, ge=0, le=1)
-    """Probability that the mean of a part in a round is recomputed by another island than the one that reduced it. See
-    docs/decisions/0024-reducers-are-audited.md. 0 costs nothing, and trusts each island with the parts it reduces."""
+    """Probability that another island recomputes the mean of a part in a round and compares it
+    with the reducer's. See docs/decisions/0024-reducers-are-audited.md. 0 costs nothing, and
+    trusts each island with the parts that it reduces."""
     codec: Annotated[str, one_of(CODECS, "my_package.codecs:Sign")] = "fp32"
     """Encoding of pseudo-gradients on the network: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk or lowrank, or a
     codec of your own by its import path (docs/extending.md)."""
@@ -85,22 +90,26 @@ class OuterConfig(Section):
     """Network between islands: threads of one process (loopback), plain TCP (gloo), TLS 1.3 on connections of our own
     (tls), or encrypted libp2p (hivemind)."""
     part_elements: int | None = Field(default=None, ge=256)
-    """Size of the largest part, in parameters; null: by the size of the model, 1M below 1B parameters, 2M to 4M
-    from there on. All islands use the same, so codec blocks do not depend on a mesh."""
+    """Size of the largest part, in parameters. null: chosen by the size of the model: 1M below
+    1B parameters, 2M to 4M above. All islands use the same size, so codec blocks do not depend
+    on a mesh."""
     quorum: int = Field(default=1, ge=1)
-    """Least number of participants for a round to count. With `wait_for: quorum`, least number of contributors."""
+    """Smallest number of participants for a round to count. With `wait_for: quorum`, the
+    smallest number of contributors."""
     wait_for: Literal["all", "quorum"] = "all"
-    """Islands that a round waits for: all, or `quorum` of them. In the latter case the others observe the round: they
-    keep training, contribute nothing, and get its result."""
+    """Islands that a round waits for: all, or only `quorum` of them. With quorum, the other
+    islands observe the round: they keep training, contribute nothing, and receive its result."""
     below_quorum: Literal["wait", "continue", "stop"] = "wait"
-    """With fewer participants than `quorum`: wait for more, continue with a warning each round, or stop this island."""
+    """What to do with fewer participants than `quorum`: wait for more, continue with a warning
+    each round, or stop this island."""
     missed_progress: Literal["rebase", "drop"] = "rebase"
-    """Progress of an island that missed one commit: re-base it on the state that the island downloads, or drop it.
-    After several missed commits it is always dropped."""
+    """What to do with the progress of an island that missed one commit: re-base it on the state
+    that the island downloads, or drop it. After several missed commits it is always dropped."""
     start_islands: int = Field(default=1, ge=1)
     """Number of islands that must have joined before the first round is planned."""
     wait_seconds: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
-    """Longest wait for other islands before waits have been measured. Afterwards deadlines follow the measurements."""
+    """Longest wait for other islands, in seconds, until waits have been measured. After that,
+    deadlines follow the measurements."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OuterConfig":
@@ -117,12 +126,12 @@ class OuterConfig(Section):
             )
         if self.eager and (self.delay == 0 or self.mix > 0):
             raise ValueError(
-                f"eager requires rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
+                f"eager requires rounds that run during training and are not mixed: set delay to 1 or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
         if self.eager and self.optimizer.delayed:
             raise ValueError(
-                "eager anticipates a whole outer step, and optimizer.delayed makes it in shares; set one to false"
+                "eager anticipates a whole outer step, but optimizer.delayed makes it in shares; set one to false"
             )
         if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
             raise ValueError(
@@ -141,7 +150,7 @@ class OuterConfig(Section):
     def _check_own_code(self) -> None:
         if self.coding.options and not is_import_path(self.codec):
             raise ValueError(
-                f"coding.options are for a codec of your own by import path, and codec is {self.codec}; leave them out"
+                f"coding.options are for a codec of your own by import path, but codec is {self.codec}; leave them out"
             )
 
     def _check_moments(self) -> None:
@@ -157,7 +166,7 @@ class OuterConfig(Section):
             )
         if self.optimizer.delayed:
             raise ValueError(
-                "moments are averaged in one step, and optimizer.delayed applies what it receives in shares; set "
+                "moments are averaged in one step, but optimizer.delayed applies what it receives in shares; set "
                 "optimizer.delayed to false or moments to null"
             )
         if self.merge.rule not in MOMENT_RULES:
@@ -203,8 +212,14 @@ class OuterConfig(Section):
             )
 
     @property
+    def network(self) -> NetworkFacts:
+        """The facts of the network between islands."""
+        return NETWORKS[self.transport]
+
+    @property
     def gathering_problem(self) -> str:
-        """Why the codec must not be one that gathers; empty if it may."""
+        """Return why the codec must not be one that cannot encode a mean; empty if it may be
+        one."""
         remembering = self.merge.remembering
         if not remembering:
             return ""
@@ -216,7 +231,8 @@ class OuterConfig(Section):
 
     @property
     def later_defaults(self) -> dict[str, set[str]]:
-        """Settings that came later and have their defaults, by section. Hashes leave them out, and are as before."""
+        """Settings that were added later and still have their defaults, by section. Hashes leave
+        them out, so that they stay as before."""
         unset = {
             "coding": {"options"} if not self.coding.options else set(),
             "merge": self.merge.later_defaults,
@@ -226,7 +242,7 @@ class OuterConfig(Section):
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds of the protocol, each of which averages one fragment."""
+        """Number of rounds of the protocol. Each round averages one fragment."""
         return self.rounds * self.fragments
 
     @property

@@ -1,7 +1,9 @@
-"""Settings that name one of ours, or code of the user's own as `package.module:attribute`. Nothing is imported here.
+"""Settings that name one of our parts, or the user's own code as `package.module:attribute`.
+Nothing is imported here.
 
-The text of a config may come from a swarm: outer/own_code.py has what the operator lets it name. The form is that of
-inner/import_path.py, which this package does not know; a test holds the two together.
+The text of a config may come from a swarm: outer/own_code.py checks which code the operator allows.
+The form is the same as in inner/import_path.py, which this package may not import; a test compares
+the two.
 """
 
 import re
@@ -15,12 +17,13 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` has the form package.module:attribute."""
+    """Return whether `name` has the form package.module:attribute."""
     return _FORM.fullmatch(name) is not None
 
 
 def one_of(names: Sequence[str], example: str) -> AfterValidator:
-    """A validator of a setting that is one of `names` or an import path such as `example`."""
+    """Return a validator of a setting that is one of `names` or an import path such as
+    `example`."""
 
     def check(name: str) -> str:
         if name not in names and not is_import_path(name):
@@ -31,9 +34,10 @@ def one_of(names: Sequence[str], example: str) -> AfterValidator:
 
 
 def _read_number(value: Any) -> Any:
-    """A number such as 1e-5, which is text for YAML; all other values as they are."""
+    """Return a number for a text such as 1e-5, which YAML reads as text; return all other values
+    unchanged."""
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 Options = dict[str, Annotated[bool | int | float | str | None, AfterValidator(_read_number)]]
-"""Keyword arguments of own code. They are part of the run's config, and so of its hash."""
+"""Keyword arguments of own code. They are part of the run's config, and therefore of its hash."""

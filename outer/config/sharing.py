@@ -1,4 +1,5 @@
-"""How pseudo-gradients are merged, coded and, in gossip, passed to a few others."""
+"""Settings for merging and encoding pseudo-gradients and, in gossip, sending them to a few other
+islands."""
 
 from typing import Annotated, Literal
 
@@ -11,44 +12,50 @@ MERGE_RULES = ("mean", "trimmed_mean", "geometric_median", "centered_clip", "rad
 
 
 class MergeConfig(Section):
-    """How the participants' pseudo-gradients are merged, part by part, and which of them are left out."""
+    """Rules for merging the participants' pseudo-gradients, part by part, and for leaving out
+    some of them."""
 
     rule: Annotated[str, one_of(MERGE_RULES, "my_package.merges:Softened")] = "mean"
-    """mean, trimmed_mean, geometric_median, centered_clip, radial or contributors, or a rule of your own by its import
-    path (docs/extending.md).
-    With three islands or more, trimmed_mean, geometric_median and centered_clip tolerate a few poisoned islands.
-    radial is radial-directional averaging (2604.21428), meant for eight islands or more; it reduces drift and does not
-    protect against poisoning. contributors averages each element over the islands that sent it, for sparse codecs."""
+    """mean, trimmed_mean, geometric_median, centered_clip, radial or contributors, or a rule of
+    your own by its import path (docs/extending.md). With three islands or more, trimmed_mean,
+    geometric_median and centered_clip tolerate a few poisoned islands. radial is
+    radial-directional averaging (2604.21428), meant for eight islands or more; it reduces drift
+    and does not protect against poisoning. contributors averages each element over the islands
+    that sent it, for sparse codecs."""
     options: Options = Field(default_factory=dict)
     """Settings of a rule of your own: keyword arguments of its class or function."""
     trim: float = Field(default=0.125, gt=0, lt=0.5)
-    """For trimmed_mean: fraction of participants removed at each end of every coordinate, rounded up. Some remain."""
+    """For trimmed_mean: fraction of participants removed at each end of every coordinate,
+    rounded up. At least one participant remains."""
     max_norm_ratio: float | None = Field(default=None, gt=1)
     """Leave an island's part out of the mean if its norm exceeds this many times the participants' median norm.
     If this and the next two filters would leave a part without participants, the part keeps all of them."""
     max_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Leave an island's part out of the mean if its norm is this many standard deviations above the island's recent
-    norms. EDiT (2412.07210) uses 3. The filter starts with the 121st norm; see outer/reduce/norm_zscore.py."""
+    """Leave an island's part out of the mean if its norm is more than this many standard
+    deviations above the island's recent norms. EDiT (2412.07210) uses 3. The filter starts with
+    the 121st norm; see outer/reduce/norm_zscore.py."""
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
     """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
 
     refuse_norm_ratio: float | None = Field(default=20.0, gt=1)
-    """Commit nothing that is this many times as long as what healthy islands make. An island measures by its own
-    pseudo-gradient and its last ones. From three contributors on, the one whose part is too long is left out of the
-    next attempts of the round, unless `rule` withstands it; with two the log names it and asks. null commits
-    anything. See docs/decisions/0057-no-mean-beyond-a-bound.md."""
+    """Refuse to commit a mean whose norm is more than this many times the norm of what healthy
+    islands produce. An island measures by its own current and recent pseudo-gradients. With
+    three contributors or more, a contributor whose part is too long is left out of the next
+    attempts of the round, unless `rule` withstands it. With two, the log names the other island
+    and asks the operator to decide. null: commit any mean. See
+    docs/decisions/0057-no-mean-beyond-a-bound.md."""
 
     @model_validator(mode="after")
     def _options_are_of_own_code(self) -> "MergeConfig":
         if self.options and not is_import_path(self.rule):
             raise ValueError(
-                f"options are for a rule of your own by import path, and rule is {self.rule}; leave them out"
+                f"options are for a rule of your own by import path, but rule is {self.rule}; leave them out"
             )
         return self
 
     @property
     def later_defaults(self) -> set[str]:
-        """Settings that came later and have their defaults."""
+        """Settings that were added later and still have their defaults."""
         fields = type(self).model_fields
         found = {"options"} if not self.options else set()
         is_default = self.refuse_norm_ratio == fields["refuse_norm_ratio"].default
@@ -56,7 +63,8 @@ class MergeConfig(Section):
 
     @property
     def refuses_payloads(self) -> bool:
-        """Whether reducers refuse payloads beyond the bound: with the rules whose result one participant can move."""
+        """Whether reducers refuse payloads beyond the bound. They do with rules whose result a
+        single participant can move."""
         is_movable = self.rule in ("mean", "radial", "contributors") or is_import_path(self.rule)
         return self.refuse_norm_ratio is not None and is_movable
 
@@ -67,7 +75,8 @@ class MergeConfig(Section):
 
     @property
     def remembering(self) -> list[str]:
-        """The settings with which a part's mean depends on earlier rounds as its reducer has seen them."""
+        """The settings that make a part's mean depend on earlier rounds as its reducer has seen
+        them."""
         found = [name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None]
         return found + (["rule: centered_clip"] if self.rule == "centered_clip" else [])
 
@@ -78,26 +87,30 @@ class MergeConfig(Section):
 
 
 class CodingConfig(Section):
-    """Settings of the codecs. Each codec uses those that apply to it."""
+    """Settings of the codecs. Each codec uses the settings that apply to it."""
 
     options: Options = Field(default_factory=dict)
     """Settings of a codec of your own: keyword arguments of its class or function."""
     feedback: float | None = Field(default=None, ge=0, le=1)
-    """Error feedback: factor on the coding error that is added to the next pseudo-gradient. null turns it off."""
+    """Error feedback: factor on the coding error that is added to the next pseudo-gradient.
+    null: no error feedback."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """For int4: round to the nearest code, or randomly up or down such that the expected value is exact."""
+    """For int4: round to the nearest code, or randomly up or down so that the expected value is
+    exact."""
     top_k: int = Field(default=64, ge=1)
     """For topk: number of elements of each chunk that are sent, those with the largest magnitudes."""
     chunk_elements: int = Field(default=4096, ge=16, le=65536)
     """For topk: number of elements in a chunk. A power of two uses all bits of an index."""
     value_bits: Literal[2, 8, 32] = 2
-    """For topk: bits per value that is sent. 32 sends values unchanged."""
+    """For topk: bits per value sent. 32 sends values unchanged."""
     rank: int = Field(default=32, ge=1)
-    """For lowrank: columns of the factors that approximate a part as a matrix. With all of its rows nearly lossless."""
+    """For lowrank: number of columns of the factors that approximate a part as a matrix. If it
+    is the matrix's number of rows, the coding is nearly lossless."""
 
 
 class GossipConfig(Section):
-    """Gossip (NoLoCo, 2506.10911): islands average with a few others, drawn anew each round. No params are global."""
+    """Gossip (NoLoCo, 2506.10911): each island averages with a few others, which are drawn again
+    each round. Global params differ between islands."""
 
     group: int = Field(default=2, ge=2)
     """Number of islands that average together. If it does not divide the number of islands, some groups are larger."""

@@ -1,4 +1,5 @@
-"""Where islands over gloo and tls meet: at a rendezvous, or in a DHT beside tls. Also what runs are at an address."""
+"""The place where islands over gloo and tls meet: a rendezvous, or a DHT beside tls. Also lists
+the runs at an address."""
 
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError
@@ -19,9 +20,10 @@ async def meet(
     *,
     is_reachable: bool = True,
 ) -> Network:
-    """The network with the membership, which rank 0 has. It is closed if that fails.
+    """Add the membership to the network, on rank 0, and return the network. It is closed if this
+    fails.
 
-    `is_reachable`: others reach this machine without a relay.
+    `is_reachable`: others can reach this machine without a relay.
     """
     if settings.rank > 0:
         return network
@@ -69,9 +71,10 @@ async def find_runs(
     proxy: str | None = None,
     run_name: str | None = None,
 ) -> dict[str, RunInfo]:
-    """The runs at a bootstrap address that `run_key` opens, by id. In a DHT `run_name` is read directly, and is enough.
+    """Return the runs at a bootstrap address that `run_key` opens, by id. In a DHT, `run_name` is
+    read directly if given.
 
-    Raises InputError if the address is unreachable or the key opens none.
+    Raises InputError if the address is unreachable or the key opens no run.
     """
     if address.startswith("tcp://"):
         return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))

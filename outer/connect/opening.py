@@ -1,7 +1,7 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
 from outer.agreement.proofs.signer import IslandSigner
-from outer.config import PORTS_OF_TLS
+from outer.config import NETWORKS, PORTS_OF_TLS
 from outer.connect.meeting import meet
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError
@@ -27,19 +27,21 @@ from outer.transports.tls.addresses import build_address, choose_announced_host
 async def open_network(kind: str, settings: NetworkSettings) -> Network:
     """Open this rank's network on the running event loop. Raises InputError on failure.
 
-    Rank 0 opens first. With hivemind, the first rank of each other node opens then, and the others last.
+    Rank 0 must open first. With hivemind, the first rank of each other node opens next, and the
+    others last.
     """
     if kind not in OPENERS:
         raise InputError(f"outer.transport: got {kind!r}; allowed: {', '.join(OPENERS)}")
     auth, names = _build_auth(settings)
-    if kind != "hivemind" and settings.relay != "off":
+    facts = NETWORKS[kind]
+    if not facts.has_daemon and settings.relay != "off":
         raise InputError(
-            f"island.relay: it is for libp2p peers, and outer.transport is {kind!r}; use hivemind, or leave it out"
+            f"island.relay: it is for libp2p peers, but outer.transport is {kind!r}; use hivemind, or leave it out"
         )
-    for name in ("relays", "proxy") if kind != "tls" else ():
+    for name in () if facts.has_routes else ("relays", "proxy"):
         if getattr(settings, name):
-            raise InputError(f"island.{name}: it is for outer.transport tls, and this is {kind!r}; leave it out")
-    if kind != "hivemind" and auth.access.peer_ids:
+            raise InputError(f"island.{name}: it is for outer.transport tls, but this is {kind!r}; leave it out")
+    if not facts.has_daemon and auth.access.peer_ids:
         raise InputError(
             f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
             f"prints it), and libp2p peer ids are for outer.transport hivemind; it is {kind!r}"
@@ -51,11 +53,12 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
 
 
 def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
-    """How this rank authenticates its peers, and the owners of names. Raises InputError."""
+    """Return the means by which this rank authenticates its peers, and the owners of names.
+    Raises InputError."""
     key, names = settings.island_key or IslandKey.generate(), KnownNames(settings.names_path)
     if problem := names.claim(settings.island, key.public):
         raise InputError(
-            f"island.name: {problem}, as {settings.names_path or 'the run'} says; restore the island's old key, or "
+            f"island.name: {problem}according to {settings.names_path or 'the run'}; restore the island's old key, or "
             "choose another name"
         )
     access = Access(frozenset(settings.allow), settings.ban_files)
@@ -130,8 +133,9 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
 async def _open_messenger(
     settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, dialer: Dialer
 ) -> StreamMessenger:
-    """Listen for calls. Raises InputError, also for addresses that are no rendezvous."""
-    if kind != "tls" or not is_of_dht(settings.bootstrap):
+    """Listen for calls and return the messenger. Raises InputError, also for addresses that are
+    not of a rendezvous."""
+    if not NETWORKS[kind].may_meet_in_dht or not is_of_dht(settings.bootstrap):
         check_rendezvous_addresses(kind, settings.bootstrap)
     messenger = StreamMessenger(settings.run_id, settings.me, dialer.open_streams, Traffic(), auth)
     try:

@@ -2,8 +2,8 @@
 
     publish our share -> find the partners that are present -> fetch theirs -> confirm each pair -> outer step
 
-Every island has global params of its own, so digests differ between islands. No partner is waited for longer than a
-round takes; without any, an island goes on alone.
+Every island has global params of its own, so digests differ between islands. A partner is waited for at most as long
+as a round takes; without any partner, an island continues alone.
 """
 
 import logging
@@ -60,9 +60,9 @@ class GossipAverager:
     replica: Replica
     exchange: GossipExchange
     partners: Partners | None
-    """On rank 0 only."""
+    """The other islands as the leader reaches them; only on rank 0."""
     find_donors: Callable[[], list[Member]]
-    """Islands that are ahead. Leader only."""
+    """Function that returns islands that are ahead. Leader only."""
     catch_up: CatchUp
     donor: Donor
     pace: Pace
@@ -71,7 +71,7 @@ class GossipAverager:
     share: float = 1.0
     """Not used in a gossip run; checkpoints contain it."""
     proof: Proof = field(default_factory=Proof)
-    """Empty: gossip has no commits of all islands."""
+    """Always empty: gossip has no commits of all islands."""
     memory: NoMemory = field(default_factory=NoMemory)
 
     def __post_init__(self) -> None:
@@ -82,14 +82,14 @@ class GossipAverager:
         return self.settings.hooks
 
     def resume(self, proof: Proof) -> None:
-        """Partners learn this island's round when it enters."""
+        """Do nothing: partners learn this island's round when it enters."""
 
     def enter(self) -> bool:
-        """Enter with the global params of an island that has committed a round, else from the start or checkpoint."""
+        """Enter with the params of an island that has committed a round, otherwise from the start or a checkpoint."""
         since = 0
         is_behind = self.replica.ranks.on_leader(self._wait_for_donors)
         if has_taken := is_behind and self.take_state() is not None:
-            # This island makes the present round alone: the others may have found their partners for it already.
+            # This island makes the current round alone: the others may have found their partners for it.
             since = self.replica.position.round + 1
         elif self.settings.joins and self.replica.position.round == 0:
             raise InputError(NOBODY_TO_JOIN)
@@ -100,7 +100,7 @@ class GossipAverager:
         return has_taken
 
     def run(self, contribution: Contribution) -> list[RoundReport]:
-        """Average with those of the round's partners that are present, and take an outer step.
+        """Average with the round's present partners, take an outer step, and return its report.
 
         Raises CaughtUp when the others were rounds ahead and their state has been taken; OuterError when the
         pseudo-gradient cannot be used.
@@ -113,7 +113,7 @@ class GossipAverager:
             self.donor.is_busy = False
 
     def take_state(self) -> TakenState | None:
-        """Replace the replica by the global params of another island, without its momentum."""
+        """Replace the replica with the global params of another island, without its momentum."""
         if isinstance(self.catch_up.run(), NothingTaken):
             return None
         position = Position(round=self.replica.position.round, tokens=self.replica.position.tokens)
@@ -125,18 +125,18 @@ class GossipAverager:
         return TakenState(base_digest=None, contains_own=False)
 
     def announce(self) -> None:
-        """Publish the round that this island holds, and be a donor of it."""
+        """Publish this island's round, and become a donor of its state."""
         if self.partners is not None:
             replica = self.replica
             self.donor.describe(replica.digest, replica.redistribution.carriers, replica.space.fingerprint)
             self.event_loop.run(self.partners.update_status(replica.position, self.pace.step_seconds))
 
     def interruption(self, seconds_left: float) -> Literal[""]:
-        """Nothing ends inner steps early in a gossip run."""
+        """Return "": in a gossip run nothing ends inner steps early."""
         return ""
 
     def linger(self) -> bool:
-        """Do nothing: with gossip each island has a history of its own, and none has to be handed over."""
+        """Wait until other islands have committed as many rounds. Return False: no other history can survive."""
         self.event_loop.run(self._leader.linger(self.replica.position.round))
         return False
 
@@ -188,7 +188,7 @@ class GossipAverager:
         )
 
     def _publish(self, snapshot: Snapshot, partners: list[str]) -> Shares:
-        """Let the partners fetch this rank's parts. Returns its own share as they will decode it. Raises OuterError."""
+        """Let the partners fetch this rank's parts. Return its own share as they will decode it. Raises OuterError."""
         number, hooks = snapshot.round, self.hooks
         grads = {part: hooks.pseudo_grad(number, grad) for part, grad in snapshot.pseudo_grads.items()}
         payloads = self.exchange.encode(grads, self.replica.carried.parts)
@@ -201,11 +201,11 @@ class GossipAverager:
         return ranks.on_leader(lambda: self.event_loop.run(self._leader.names(round_number)))
 
     def _step(self, snapshot: Snapshot, shares: Mapping[str, Shares], position: Position) -> None:
-        """One outer step with these islands' shares."""
+        """Make one outer step with these islands' shares."""
         own, means = shares[self.island], {}
         for part in snapshot.pseudo_grads:
             gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self.config)
-            # Kept for joiners, who follow this island alone.
+            # Kept for joiners, which follow this island alone.
             means[part] = Mean(gradient, gradient.view(torch.uint8))
         self.replica.commit(means, position, 1, observes=False)
         now = self.event_loop.time()
@@ -217,7 +217,7 @@ class GossipAverager:
     # -- the beginning, and another island's state ----------------------------------------------------------
 
     def _start(self) -> None:
-        """Start from the run's beginning or a checkpoint, together with the islands that do the same."""
+        """Start from the run's beginning or a checkpoint, together with the other islands that do so."""
         number = self.replica.position.round
         self.exchange.close(number)
         self.announce()
@@ -232,15 +232,15 @@ class GossipAverager:
         return wait_for_donors(self.find_donors, self.event_loop, DONOR_WAIT_SECONDS if self.settings.joins else 0.0)
 
     def _catch_up(self, cause: str) -> None:
-        """Take the state of an island that is ahead and raise CaughtUp; return, to go on alone, if none can be taken.
+        """Take the state of an island that is ahead and raise CaughtUp; return, to continue alone, if that fails.
 
-        The training thread waits in `land` meanwhile, so local params may be replaced from this thread.
+        The training thread is waiting in `land` at that time, so local params may be replaced from this thread.
         """
         if self.take_state() is None:
-            log.warning("behind the others, and no state can be taken from them: %s", cause)
+            log.warning("this island is behind the others, but cannot take a state from them: %s", cause)
             return
         self._landed_at = None
-        raise CaughtUp(f"the others have gone on: {cause}", is_kept=False)
+        raise CaughtUp(f"the others have continued without this island: {cause}", is_kept=False)
 
     @property
     def _leader(self) -> Partners:
@@ -257,7 +257,7 @@ def build_gossip_averager(
     pace: Pace,
     settings: LoopSettings,
 ) -> GossipAverager:
-    """The averager of one rank. Every rank of the island calls it together."""
+    """Build the averager of one rank. Every rank of the island calls it together."""
     assert config.gossip is not None, "the config asks for gossip"
     ranks = replica.ranks
     donor = Donor(replica.carried, network.messenger, partial(settings.hooks.reached, "donate"))

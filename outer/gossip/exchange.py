@@ -17,7 +17,8 @@ from outer.space.ranks import RankGroup
 
 
 class GossipExchange:
-    """Every rank of the island builds it and makes the same calls; only the leader has `partners`."""
+    """One rank's part in the exchange. Every rank of the island makes the same calls; only the
+    leader has `partners`."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class GossipExchange:
         self._ranks, self._event_loop = ranks, event_loop
 
     def encode(self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """This rank's share, encoded, by part. Raises OuterError on every rank when one cannot encode its parts."""
+        """Return this rank's share, encoded, by part. Raises OuterError on every rank if one
+        rank cannot encode its parts."""
         payloads, cause = {}, None
         try:
             for part, grad in grads.items():
@@ -43,7 +45,7 @@ class GossipExchange:
         return payloads
 
     def decode(self, payloads: Mapping[int, torch.Tensor]) -> Shares:
-        """This rank's own share, as partners decode it."""
+        """Return this rank's own share, as partners decode it."""
         return {part: self._download.coding.decode(part, payload) for part, payload in payloads.items()}
 
     def publish(self, share: PublishedShare) -> None:
@@ -55,7 +57,8 @@ class GossipExchange:
         return self._ranks.on_leader(lambda: self._event_loop.run(self._leader.meet(partners, round_number, num_parts)))
 
     def fetch(self, met: Met, round_number: int) -> tuple[dict[str, Shares], dict[str, str]]:
-        """(this rank's parts of the partners' shares, why those of other partners are missing on a rank)."""
+        """Return (this rank's parts of the partners' shares, causes by partner whose share is
+        missing on some rank)."""
         shares, failed = self._event_loop.run(self._download.fetch_all(met.routes, round_number))
         lost = dict(met.lost)
         for causes in self._ranks.gather(failed):
@@ -65,9 +68,11 @@ class GossipExchange:
     def confirm(
         self, met: Met, shares: Mapping[str, Shares], lost: Mapping[str, str], round_number: int
     ) -> tuple[dict[str, Shares], dict[str, str]]:
-        """(the shares that count, why the other partners' do not count, the same on every rank).
+        """Return (the shares that count, causes by partner whose share does not count), the same
+        partners on every rank.
 
-        `shares` and `lost` are what `fetch` returned. Afterwards partners can no longer fetch this island's share.
+        `shares` and `lost` are the results of `fetch`. Afterwards partners can no longer fetch this
+        island's share.
         """
         has_all = {name: name not in lost for name in [*met.routes, *met.lost]}
         refusals = self._ranks.on_leader(lambda: self._event_loop.run(self._leader.confirm(has_all, round_number)))
@@ -76,7 +81,7 @@ class GossipExchange:
         return {name: share for name, share in shares.items() if name not in lost}, lost
 
     def close(self, round_number: int) -> None:
-        """This island is in this round now, and publishes nothing yet."""
+        """Enter this round without a published share."""
         self._event_loop.run(self._server.close(round_number))
 
     @property

@@ -1,4 +1,5 @@
-"""The leader's calls to other islands of a gossip run: who is in the run, who is present, whose share counts.
+"""The leader's calls to other islands of a gossip run: which are in the run, which are present,
+whose shares count.
 
 Everything runs on one event loop. outer/gossip/server.py defines the messages and answers them.
 """
@@ -26,7 +27,8 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Route:
-    """How to reach a partner's ranks: the carrier rank of each part, and the control address of each rank."""
+    """The route to a partner's ranks: the carrier rank of each part, and the control address of
+    each rank."""
 
     carriers: list[int]
     addresses: list[str]
@@ -34,16 +36,18 @@ class Route:
 
 @dataclass(frozen=True)
 class Met:
-    """The partners that are present in a round, and why the others are not."""
+    """The partners that are present in a round, and the causes why the others are not."""
 
     routes: dict[str, Route] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     is_behind: bool = False
-    """Whether all partners were ahead by more than one round, and one of them can give its state."""
+    """Whether all partners were ahead by more than one round, and one of them can provide its
+    state."""
 
 
 class Partners:
-    """Speaks for one island; `addresses` are (transport, control) of each of its ranks."""
+    """Communicates for one island. `addresses` are the (transport, control) addresses of each of
+    its ranks."""
 
     def __init__(
         self,
@@ -61,7 +65,8 @@ class Partners:
         self._tries = 0
 
     async def announce(self, position: Position, since: int) -> None:
-        """Enter the membership; others count on this island from round `since`. InputError: the name is taken."""
+        """Enter the membership. Other islands expect this island from round `since`. Raises
+        InputError if the name is taken."""
         self._own = Member(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
@@ -87,7 +92,8 @@ class Partners:
         await self._membership.leave()
 
     async def wait_for(self, num_islands: int, seconds: float) -> int:
-        """Wait for `num_islands`, at most for `seconds`. Returns how many have come, this one included."""
+        """Wait up to `seconds` for `num_islands`. Return the number of islands that have joined,
+        this one included."""
 
         async def have_come() -> bool:
             return await self._peers.refresh() and 1 + len(self._peers.members) >= num_islands
@@ -96,7 +102,8 @@ class Partners:
         return 1 + len(self._peers.members)
 
     async def linger(self, position: int) -> None:
-        """Wait until no live island has committed fewer rounds, for as long as a round takes at most.
+        """Wait until no live island has committed fewer rounds than `position`, at most for the
+        duration of a round.
 
         Leaving early would change the groups of the remaining rounds.
         """
@@ -108,7 +115,8 @@ class Partners:
         await retry(have_caught_up, seconds=self._deadlines.grace(1), pause_seconds=POLL_SECONDS)
 
     async def names(self, round_number: int) -> list[str]:
-        """Names of the islands in this round, sorted; this island alone before the round from which it counts."""
+        """Return the sorted names of the islands in this round; only this island before the
+        round from which it counts."""
         await self._peers.refresh()
         own = self._own
         assert own is not None, "the island has been announced"
@@ -116,14 +124,16 @@ class Partners:
         return sorted(member.island for member in known if member is own or member.since <= round_number)
 
     async def find_donors(self, position: int) -> list[Member]:
-        """At most one island that has committed more than `position` rounds, a different one at each call."""
+        """Return at most one island that has committed more than `position` rounds, a different
+        one in each call."""
         await self._peers.refresh()
         ahead = sorted((m for m in self._peers.members.values() if m.round > position), key=lambda m: -m.round)
         self._tries += 1
         return [ahead[(self._tries - 1) % len(ahead)]] if ahead else []
 
     async def meet(self, names: Collection[str], round_number: int, num_parts: int) -> Met:
-        """Find out which of these partners reach the end of the round, waiting as long as a round takes for each."""
+        """Find out which of these partners reach the end of the round. Wait for each at most as
+        long as a round takes."""
         replies = await asyncio.gather(*(self._meet(name, round_number) for name in names))
         routes, lost, num_ahead = {}, {}, 0
         for name, reply in zip(names, replies, strict=True):
@@ -141,14 +151,15 @@ class Partners:
         return Met(routes, lost, is_behind)
 
     async def confirm(self, has_all: dict[str, bool], round_number: int) -> dict[str, str]:
-        """Why partners whose share has arrived do not count, by name; every other one has this island's share, too."""
+        """Return why partners whose share has arrived do not count, by name. All others have
+        this island's share, too."""
         await self._server.judge(has_all)
         names = [name for name, has in has_all.items() if has]
         causes = await asyncio.gather(*(self._confirm(name, round_number) for name in names))
         return {name: cause for name, cause in zip(names, causes, strict=True) if cause}
 
     async def _meet(self, name: str, round_number: int) -> MeetReply | str:
-        """The partner's reply, or why there is none."""
+        """Return the partner's reply, or the reason why there is none."""
         limit = self._deadlines.grace(1)
         deadline = loop_time() + limit
         body = Meet(round=round_number).encode()
@@ -158,7 +169,7 @@ class Partners:
                 if reply.status != "not yet":
                     return reply
                 if loop_time() > deadline:
-                    return f"it has not come to the end of round {round_number} within {limit:.0f} s"
+                    return f"it has not reached the end of round {round_number} within {limit:.0f} s"
         except TransportError as error:
             return str(error)
 
@@ -168,7 +179,8 @@ class Partners:
         return Route(list(unpack_carriers(reply.carriers)), addresses)
 
     async def _confirm(self, name: str, round_number: int) -> str:
-        """Why the pair does not count, or "" when the partner says that it has this island's whole share."""
+        """Return why the pair does not count, or "" if the partner reports that it has this
+        island's whole share."""
         body = Tell(round=round_number, has_all=True).encode()
         limit = self._deadlines.limit("gossip")
         deadline = loop_time() + limit
@@ -179,9 +191,9 @@ class Partners:
                 if reply.status != "open":
                     theirs.setdefault(name, reply.status == "yes")
                 elif loop_time() > deadline:
-                    raise DeadlineError(f"it has not taken this island's share within {limit:.0f} s")
+                    raise DeadlineError(f"it has not fetched this island's share within {limit:.0f} s")
         except TransportError as error:
-            # It may have answered before it was lost; then its answer counts.
+            # It may have sent its answer before it was lost. In this case its answer counts.
             if name not in theirs:
                 return str(error)
-        return "" if theirs[name] else "it goes on without this island"
+        return "" if theirs[name] else "it continues without this island"

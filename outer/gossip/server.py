@@ -1,11 +1,11 @@
-"""The serving side of gossip: what a partner asks of this island. Each pair of islands decides for itself.
+"""The serving side of gossip: this island's replies to its partners. Each pair of islands decides for itself.
 
-    meet  {round}           leader    "are you there, too?"      here, and who carries what | not yet | past | apart
+    meet  {round}           leader    "are you in this round?"   here, and the carriers | not yet | past | apart
     take  {round, part}     carrier   "give me your part"        its payload
     tell  {round, has_all}  leader    "I have all of yours"      yes, I have all of yours | no | open
 
 A pair counts when each island has the other's whole share and knows that the other has its own. An answer that is not
-known yet is held back for HOLD_SECONDS and then asked for again: a partner that dies or freezes makes the call fail,
+known yet is delayed for HOLD_SECONDS and then requested again: a partner that dies or freezes makes the call fail,
 while one that is still training may take as long as a round.
 """
 
@@ -23,7 +23,7 @@ from outer.network.event_loop import ChangeSignal
 from outer.network.messages import MAX_ROUND, Carriers, Message, PartNumber, pack_carriers, receive
 
 HOLD_SECONDS = 1.0
-"""How long an answer is held back; shorter than any deadline of a call."""
+"""How long an answer is delayed. It is shorter than any deadline of a call."""
 
 
 class Meet(Message):
@@ -48,14 +48,16 @@ class Take(Message):
 
 
 class Tell(Message):
-    """Says whether the sender has the receiver's whole share, and asks the same in return."""
+    """Reports whether the sender has the receiver's whole share, and asks for the receiver's
+    report in return."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     has_all: bool
 
 
 class TellReply(Message):
-    """The answer to `Tell`: whether this island has the sender's whole share; open if it does not know yet."""
+    """The answer to `Tell`: whether this island has the sender's whole share, or "open" if it
+    does not know yet."""
 
     status: Literal["yes", "no", "open"]
 
@@ -79,7 +81,8 @@ class GossipServer:
         self._share: PublishedShare | None = None
         self._own: Mapping[str, bool] = {}
         self.theirs: dict[str, bool] = {}
-        """Whether each partner has this island's whole share, for those that have said so."""
+        """Whether each partner has this island's whole share, by partner, as far as partners
+        have reported it."""
         self._carriers = pack_carriers(carriers)
         self._changed = ChangeSignal()
         messenger.serve("meet", self._on_meet)
@@ -87,7 +90,7 @@ class GossipServer:
         messenger.serve("tell", self._on_tell)
 
     async def publish(self, share: PublishedShare) -> None:
-        """Answer for this share: the rank has reached the end of the round's inner steps."""
+        """Serve this share from now on: the rank has reached the end of the round's inner steps."""
         self._round, self._share, self._own, self.theirs = share.round, share, {}, {}
         self._changed.notify()
 
@@ -97,7 +100,7 @@ class GossipServer:
         self._changed.notify()
 
     async def close(self, round_number: int) -> None:
-        """This island is in this round now, and publishes nothing yet."""
+        """Enter this round without a published share."""
         self._round, self._share = round_number, None
         self._changed.notify()
 
@@ -117,15 +120,15 @@ class GossipServer:
 
     async def _on_take(self, source: Endpoint, body: bytes) -> bytes:
         wanted = await receive(Take, body)
-        # The leader may have come to the end of the round before this rank.
+        # The leader may have reached the end of the round before this rank.
         await self._changed.wait_until(
             lambda: self._is_past(wanted.round) or self._find_share(wanted.round) is not None, HOLD_SECONDS
         )
         share = self._find_share(wanted.round)
         if share is None:
-            raise TransportError(f"it gives nothing to round {wanted.round} now")
+            raise TransportError(f"it has no share for round {wanted.round} now")
         if source.island not in share.partners or wanted.part not in share.payloads:
-            raise MessageError(f"part {wanted.part} of round {wanted.round} is not given to {source.island!r} here")
+            raise MessageError(f"part {wanted.part} of round {wanted.round} is not for {source.island!r}")
         return await asyncio.to_thread(lambda: share.payloads[wanted.part].numpy().tobytes())
 
     async def _on_tell(self, source: Endpoint, body: bytes) -> bytes:
@@ -140,7 +143,8 @@ class GossipServer:
         return TellReply(status="open" if known is None else "yes" if known else "no").encode()
 
     async def _wait_for(self, round_number: int) -> None:
-        """Wait until the share of this round is published or the round is past, for HOLD_SECONDS at most."""
+        """Wait up to HOLD_SECONDS until the share of this round is published or the round is
+        past."""
 
         def is_decided() -> bool:
             return self._is_past(round_number) or self._find_share(round_number) is not None

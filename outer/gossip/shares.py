@@ -1,4 +1,4 @@
-"""Shares of a gossip round, part by part: how they are encoded, and how a partner's share is fetched."""
+"""The shares of a gossip round, part by part: encoding them, and fetching a partner's share."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ Shares = dict[int, Share]
 
 
 class ShareCoding:
-    """Encodes a part as the payload of its pseudo-gradient followed by that of its global params."""
+    """Encodes a part as the payload of its pseudo-gradient followed by the payload of its global
+    params."""
 
     def __init__(self, space: Space, config: OuterConfig) -> None:
         assert config.gossip is not None, "the run gossips"
@@ -33,7 +34,8 @@ class ShareCoding:
         self._params = build_codec(config.gossip.params)
 
     def encode(self, part: int, share: Share) -> torch.Tensor:
-        """The payload, newly allocated. Raises OuterError with the parameter's name for inf and nan."""
+        """Return the payload, newly allocated. Raises OuterError with the parameter's name for
+        inf and nan."""
         try:
             pseudo_grad, params = self._codecs(part)
             return torch.cat([pseudo_grad.encode(share.pseudo_grad), params.encode(share.params)])
@@ -67,7 +69,8 @@ class ShareDownload:
     async def fetch_all(
         self, routes: Mapping[str, Route], round_number: int
     ) -> tuple[dict[str, Shares], dict[str, str]]:
-        """(shares of the partners that give all of theirs in time, why the others' shares are missing)."""
+        """Return (shares of the partners that sent all of theirs in time, causes by partner
+        whose share is missing)."""
         fetched = await asyncio.gather(*(self._fetch(name, route, round_number) for name, route in routes.items()))
         by_name = dict(zip(routes, fetched, strict=True))
         shares = {name: share for name, share in by_name.items() if not isinstance(share, str)}
@@ -99,7 +102,8 @@ class ShareDownload:
         return found
 
     def _decode(self, name: str, part: int, reply: bytes) -> Share:
-        """Raises MessageError, and counts a rejection, for bytes that must not enter a mean."""
+        """Decode a reply. Raises MessageError, and counts a rejection, for bytes that must not
+        enter a mean."""
         try:
             return self.coding.decode(part, torch.frombuffer(bytearray(reply), dtype=torch.uint8))
         except MessageError as error:

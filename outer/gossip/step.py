@@ -18,9 +18,10 @@ from outer.config import GossipConfig, OuterOptimizerConfig
 
 
 def groups_of_round(seed: int, round_number: int, names: Collection[str], size: int) -> list[list[str]]:
-    """All names split into groups, each sorted, of `size` names, or more where `size` does not divide their number.
+    """Split all names into groups, each sorted, of `size` names, or more where `size` does not
+    divide their number.
 
-    4 names, size 2     round 0   a c | b d     round 1   a b | c d     round 2   a c | b d  ...
+    4 names, size 2 round 0 a c | b d round 1 a b | c d round 2 a c | b d ...
     """
 
     def place(name: str) -> bytes:
@@ -32,12 +33,13 @@ def groups_of_round(seed: int, round_number: int, names: Collection[str], size: 
 
 
 def group_of(island: str, seed: int, round_number: int, names: Collection[str], size: int) -> list[str]:
-    """The island's group; `names` contains its name."""
+    """Return the island's group. `names` contains its name."""
     return next(group for group in groups_of_round(seed, round_number, names, size) if island in group)
 
 
 def build_optimizer_config(config: GossipConfig) -> OuterOptimizerConfig:
-    """The SGD whose step on `outer_gradient` is the step above; its momentum buffer is -m."""
+    """Return the config of an SGD whose step on `outer_gradient` is the step above. Its momentum
+    buffer is -m."""
     return OuterOptimizerConfig(lr=1.0, momentum=config.momentum, nesterov=False)
 
 
@@ -46,19 +48,21 @@ class Share:
     """One part of one island's share, fp32."""
 
     pseudo_grad: torch.Tensor
-    """phi - theta: global minus local."""
+    """phi - theta: global minus local params."""
     params: torch.Tensor
-    """phi"""
+    """phi: global params."""
 
 
 def outer_gradient(shares: Sequence[Share], own: Share, config: GossipConfig) -> torch.Tensor:
-    """The gradient that island `own` descends in a part: -lr mean(theta_j - phi_j) - pull (mean(phi_j) - phi_own).
+    """Return the gradient for a part of island `own`: -lr mean(theta_j - phi_j) - pull (mean(phi_j)
+    - phi_own).
 
     `shares` contains `own` and is in the order of names, which is the order of summation.
     """
     progress, apart = torch.zeros_like(own.params), torch.zeros_like(own.params)
     for share in shares:
         progress += share.pseudo_grad
-        # The difference is taken first: it is exactly zero between equals, and small numbers are summed.
+        # Params are subtracted before they are summed: the difference of equal params is exactly
+        # zero, and the sums stay small.
         apart += own.params - share.params
     return progress / len(shares) * config.lr + apart / len(shares) * config.pull

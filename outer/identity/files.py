@@ -1,4 +1,4 @@
-"""Files that an island keeps: each is there whole or not at all, also after a kill."""
+"""Atomic writes of files that an island keeps: each is complete or missing, also after a kill."""
 
 import os
 from collections.abc import Iterator
@@ -8,9 +8,10 @@ from pathlib import Path
 
 @contextmanager
 def file_beside(path: Path) -> Iterator[Path]:
-    """A path in the folder of `path`, to write a file whole before it gets its name by a rename or a link.
+    """Yield a path in the folder of `path`, to write a whole file before a rename or a link gives
+    it its name.
 
-    The folder is made if it is missing. What is left at the end is removed.
+    The folder is created if it is missing. A file that is left at this path at the end is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

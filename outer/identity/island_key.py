@@ -1,7 +1,7 @@
-"""An island's key pair (Ed25519). What is said in the island's name is proved with it.
+"""An island's key pair (Ed25519). It proves statements made in the island's name.
 
-Each signature covers its purpose, so that what was signed for one purpose proves nothing for another. A purpose begins
-with the run's name wherever a statement must not be repeated in another run.
+Each signature covers its purpose, so a signature for one purpose proves nothing for another. A
+purpose begins with the run's name wherever a statement must not be valid in another run.
 """
 
 import hashlib
@@ -34,13 +34,14 @@ _PRIME = 2**255 - 19
 
 
 class IslandKey:
-    """The secret half of an island's key. `public` is the other half, in hexadecimal digits: the island's identity."""
+    """The secret half of an island's key. `public` is the other half in hexadecimal digits,
+    which is the island's identity."""
 
     def __init__(self, secret: bytes) -> None:
-        """`secret`: 32 random bytes."""
+        """Create the key from `secret`, 32 random bytes."""
         self._private = Ed25519PrivateKey.from_private_bytes(secret)
         self.secret = secret
-        """For the island's own ranks only."""
+        """The secret bytes, which only the island's own ranks may have."""
         self.public = self._private.public_key().public_bytes_raw().hex()
 
     @classmethod
@@ -48,13 +49,16 @@ class IslandKey:
         return cls(os.urandom(SECRET_BYTES))
 
     def sign(self, purpose: str, body: bytes) -> bytes:
-        """The signature of `body` for this purpose, of SIGNATURE_BYTES. Equal arguments give equal signatures."""
+        """Return the signature of `body` for this purpose, SIGNATURE_BYTES long. Equal arguments
+        give equal signatures."""
         return self._private.sign(_signed_bytes(purpose, body))
 
     def pair_secret(self, public: str) -> bytes:
-        """32 bytes that only this island and the holder of the key `public` can compute. Raises ValueError.
+        """Return 32 bytes that only this island and the holder of the key `public` can compute.
+        Raises ValueError.
 
-        It is a Diffie-Hellman exchange of the two island keys on Curve25519, so it needs no message.
+        They are the result of a Diffie-Hellman exchange of the two island keys on Curve25519, which
+        needs no message.
         """
         clamped = hashlib.sha512(self.secret).digest()[:32]  # RFC 8032: the secret scalar of an Ed25519 key
         private = X25519PrivateKey.from_private_bytes(clamped)
@@ -62,7 +66,8 @@ class IslandKey:
 
 
 def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
-    """Whether the holder of the key `public` (64 hexadecimal digits) signed `body` for this purpose. Never raises."""
+    """Return whether the holder of the key `public` (64 hexadecimal digits) signed `body` for
+    this purpose. Never raises."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
         key.verify(signature, _signed_bytes(purpose, body))
@@ -72,7 +77,8 @@ def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
 
 
 def load_island_key(path: Path) -> IslandKey:
-    """Read the island's key, or make it if there is no file. Only this user may read the file. Raises InputError."""
+    """Read the island's key, or create it if there is no file. The file is readable by this user
+    only. Raises InputError."""
     try:
         if not path.exists():
             _create(path)
@@ -92,7 +98,8 @@ def load_island_key(path: Path) -> IslandKey:
 
 
 def _create(path: Path) -> None:
-    """Create the file at once, whole and readable by this user only; another process may create it first."""
+    """Create the file in one step, complete and readable by this user only. Another process may
+    create it first."""
     private = Ed25519PrivateKey.generate()
     text = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -112,6 +119,7 @@ def _signed_bytes(purpose: str, body: bytes) -> bytes:
 
 
 def _to_x25519(ed25519: bytes) -> bytes:
-    """The same point of the curve in X25519's form: u = (1 + y) / (1 - y). Raises ValueError for the point 1."""
+    """Return the same point of the curve in X25519's form: u = (1 + y) / (1 - y). Raises
+    ValueError for the point 1."""
     y = int.from_bytes(ed25519, "little") & ((1 << 255) - 1)
     return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")

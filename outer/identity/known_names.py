@@ -1,7 +1,7 @@
-"""Which key each island's name belongs to: the first key that used the name in the run.
+"""The owner of each island's name: the first key that used the name in the run.
 
-The file `names.json` in the island's folder keeps it over restarts. Only the leader has the file; the island's other
-ranks learn the names of a plan's participants from it.
+The file `names.json` in the island's folder keeps the owners over restarts. Only the leader has the
+file. The island's other ranks get the names of a plan's participants from the leader.
 """
 
 import json
@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 NAMES_FILE = "names.json"
 MAX_NAMES = 4096
-"""Beyond it the name that was unused for the longest time is forgotten."""
+"""Limit for the names that are remembered. Beyond it the name that was unused for the longest
+time is forgotten."""
 SAVE_SECONDS = 1.0
-"""Least time between two writes of the file."""
+"""Shortest time between two writes of the file."""
 GUEST = "guest-"
 _GUEST_DIGITS = 24
 
@@ -32,20 +33,23 @@ _GUEST_DIGITS = 24
 class _Owner:
     key: str
     time: int = 0
-    """Time in its newest record, in milliseconds since 1970."""
+    """Time in the owner's newest record, in milliseconds since 1970."""
 
 
 class KnownNames:
-    """Names and their owners' keys, the one used last at the end. Its methods may be called on any thread."""
+    """Names and their owners' keys, ordered from the least to the most recently used. Any thread
+    may call its methods."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Raises InputError when the file cannot be read."""
+        """Read the owners from the file at `path`, if there is one. Raises InputError when the
+        file cannot be read."""
         self._path, self._lock = path, threading.Lock()
         self._owners = _load(path) if path is not None and path.exists() else {}
         self._is_saved, self._saved_at = True, 0.0
 
     def claim(self, island: str, key: str) -> str:
-        """Note that the holder of `key` uses the name. Returns why it must not, or "" if the name is its own."""
+        """Record that the holder of `key` uses the name. Return why it must not use it, or "" if
+        the name is its own."""
         if island.startswith(GUEST):
             return "" if island == guest_name(key) else f"{island} is the name of a guest with another key"
         with self._lock:
@@ -61,22 +65,24 @@ class KnownNames:
         return ""
 
     def key_of(self, island: str) -> str | None:
-        """The key that the name belongs to; None if it is not known."""
+        """Return the key that owns the name; None if it is not known."""
         owner = self._owners.get(island)
         return owner.key if owner else None
 
     def knows_others(self, island: str) -> bool:
-        """Whether the file, or this process, has the name of an island other than `island`."""
+        """Return whether the file, or this process, knows the name of an island other than
+        `island`."""
         return any(name != island for name in self._owners)
 
     def keys_of(self, islands: Collection[str]) -> dict[str, str]:
-        """The keys that these names belong to, by island, as far as they are known."""
+        """Return the keys that own these names, by island, as far as they are known."""
         return {island: owner.key for island in islands if (owner := self._owners.get(island))}
 
     def is_newest(self, island: str, time_ms: int, slack_ms: int = 0) -> bool:
-        """Whether no record that is newer by more than the slack has been seen. Call `claim` first.
+        """Return whether no record has been seen that is newer by more than `slack_ms`. Call
+        `claim` first.
 
-        Remembers the highest time.
+        The highest time is remembered.
         """
         with self._lock:
             owner = self._owners.get(island)
@@ -86,19 +92,21 @@ class KnownNames:
             return True
 
     def newest(self, island: str) -> int:
-        """The time in the newest record of the island that was seen, in milliseconds; 0 if none was."""
+        """Return the time in the newest record of the island, in milliseconds; 0 if no record
+        was seen."""
         owner = self._owners.get(island)
         return owner.time if owner else 0
 
     def adopt(self, keys: Mapping[str, str]) -> None:
-        """Take what the island's leader knows, which counts more than what this rank has seen itself."""
+        """Replace owners with those that the island's leader knows, because its knowledge takes
+        precedence."""
         with self._lock:
             for island, key in keys.items():
                 if self.key_of(island) != key:
                     self._owners[island] = _Owner(key)
 
     def save(self) -> None:
-        """Write the file now, if there is one. A failure is logged."""
+        """Write the file now, if there is a path. A failure is logged."""
         with self._lock:
             self._save()
 
@@ -118,7 +126,8 @@ class KnownNames:
 
 
 def guest_name(key: str) -> str:
-    """The name of one who is no island of the run, as a doctor. It follows from the key, so nobody else can use it."""
+    """Return the name of a guest, such as a doctor, which is no island of the run. It is derived
+    from the key, so no other can use it."""
     return f"{GUEST}{key[:_GUEST_DIGITS]}"
 
 
@@ -127,7 +136,7 @@ def _load(path: Path) -> dict[str, _Owner]:
         owners = {str(name): _Owner(str(o["key"]), int(o["time"])) for name, o in json.loads(path.read_text()).items()}
         if all(re.fullmatch(PUBLIC_KEY, owner.key) for owner in owners.values()):
             return owners
-        raise ValueError("a key that is not 64 hexadecimal digits")
+        raise ValueError("a key is not 64 hexadecimal digits")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path}: it does not hold the names and keys of the run's islands ({error}); remove it, and the names are "

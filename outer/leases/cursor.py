@@ -1,4 +1,5 @@
-"""Which units of data the ranks of an island read next. A unit is the data of one inner step of one island."""
+"""Cursors: the units of data that the ranks of an island read next. A unit is the data of one
+inner step of one island."""
 
 from typing import Protocol
 
@@ -7,11 +8,13 @@ from outer.leases.ranges import Ranges, count, head, tail
 
 
 class Cursor(Protocol):
-    """Position of one island in the data. Every rank has one and makes the same calls, so all read the same units."""
+    """Interface of an island's position in the data. Every rank makes the same calls, so all
+    ranks read the same units."""
 
     @property
     def read(self) -> Ranges:
-        """Units that have been read and that no commit has settled: the data behind the island's whole progress."""
+        """Units that have been read and that no commit has settled: the data of the island's
+        uncommitted progress."""
         ...
 
     @property
@@ -21,33 +24,37 @@ class Cursor(Protocol):
 
     @property
     def coming(self) -> Ranges:
-        """Those units, in order."""
+        """The units that may be read before the next commit, in order."""
         ...
 
     @property
     def num_own(self) -> int:
-        """Number of units that this island has read before the next one, in committed rounds and since: of an island
-        with data of its own."""
+        """Number of units that this island has read so far, in committed rounds and since. For
+        an island with data of its own."""
         ...
 
     def begin(self, round_number: int, ledger: Ledger) -> None:
-        """Start without progress at this position: units read and not settled will be read again."""
+        """Start without progress at this position. Units that were read and not settled will be
+        read again."""
         ...
 
     def resume(self, number: int) -> None:
-        """After `begin`: mark the first `number` units as read, by progress that a checkpoint held."""
+        """Mark the first `number` units as read, by the progress in a checkpoint. Call it after
+        `begin`."""
         ...
 
     def next_unit(self) -> int:
-        """The unit of the next inner step. There must be one left."""
+        """Return the unit of the next inner step. There must be one left."""
         ...
 
     def settle(self, round_number: int, ledger: Ledger, number: int) -> None:
-        """A commit has led to this position, and it contains the first `number` units read."""
+        """Record the commit that led to this position. It contains the first `number` units
+        read."""
         ...
 
     def keep(self, ledger: Ledger) -> bool:
-        """Whether progress on the units read may count under this ledger, which replaces the last. If not, `begin`."""
+        """Return whether progress on the units read may count under this ledger, which replaces
+        the last one. If not, call `begin`."""
         ...
 
 
@@ -57,7 +64,7 @@ class LeaseCursor:
     def __init__(self, island: str, index: int, incarnation: str, terms: Terms) -> None:
         self._island, self._index, self._incarnation, self._terms = island, index, incarnation, terms
         self._lease: Ranges = ()
-        """The island's units, starting with the first one that no commit has settled."""
+        """The island's units, beginning with the first one that no commit has settled."""
         self._num_read = self._num_settled = 0
 
     @property
@@ -77,7 +84,8 @@ class LeaseCursor:
         return tail(self._lease, self._num_read)
 
     def first_unit(self, ledger: Ledger) -> int:
-        """First unit of the island's lease, or the first one it reads without a lease. Call it from any thread."""
+        """Return the first unit of the island's lease, or the first unit that it reads without a
+        lease. Any thread may call it."""
         ranges = ledger.leases[self._island].runs if self._island in ledger.leases else self._lease
         return ranges[0][0] if ranges else 0
 
@@ -103,7 +111,8 @@ class LeaseCursor:
             self.begin(round_number, ledger)
 
     def keep(self, ledger: Ledger) -> bool:
-        """Whether the units read are still the island's own and not trained by others yet."""
+        """Return whether the units that were read still belong to the island and no other island
+        has trained them."""
         lease = extend_lease(ledger, self._island, self._index, self._lease, self._num_read)
         if lease is not None:
             self._lease = lease

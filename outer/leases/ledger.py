@@ -1,4 +1,4 @@
-"""The data ledger: which units of data committed rounds have trained, and which islands have leased the others.
+"""The data ledger: which units of data committed rounds have trained, and which islands have leased the other units.
 
 A unit is the data of one inner step of one island: the sequences [u x S, (u + 1) x S) of the order in which the text is
 read, for unit u and S sequences per inner step. Islands read the units that are leased to them in order, and a commit
@@ -32,15 +32,15 @@ NUM_SPARES = 16
 MISSED_COMMITS = 1
 """Commits that an island may miss without losing its lease, because its progress may be re-based."""
 MAX_OPEN = 1 << 24
-"""Maximum number of leased and returned units in a ledger from a peer or a file, and of units from the first of them to
-the last."""
+"""Limit for the leased and returned units of a ledger, and for the distance from the first to the last of them."""
 MAX_RANGES = 1 << 12
-"""Maximum number of ranges of one lease, and of those that are returned."""
+"""Maximum number of ranges in one lease, and in the list of returned units."""
 Holder = Annotated[str, Field(max_length=64, pattern=f"^#?{ISLAND_NAME}$")]
 
 
 class Claim(Protocol):
-    """Claim of an island that has read the first `units` units of the lease that begins with `first`, as in `Ready`."""
+    """Claim of an island that it has read the first `units` units of the lease that begins with `first`, as in
+    `Ready`."""
 
     @property
     def island(self) -> str: ...
@@ -53,32 +53,32 @@ class Claim(Protocol):
 
 
 class Lease(Message):
-    """Units that one island reads, in this order. No other island reads them."""
+    """The units that one island reads, in this order. No other island reads them."""
 
     runs: tuple[UnitRange, ...] = Field(min_length=1, max_length=MAX_RANGES)
     missed: int = Field(default=0, ge=0, le=MISSED_COMMITS)
-    """Number of commits since the last one that the island took part in."""
+    """Number of commits since the last one in which the island took part."""
 
 
 class Ledger(Message):
-    """State of all units of data. Validation refuses a ledger that lists a unit twice."""
+    """The state of all units of data. Validation refuses a ledger that lists a unit twice."""
 
     frontier: int = Field(default=0, ge=0, le=MAX_UNIT)
     """First unit that has never been leased."""
     returned: tuple[UnitRange, ...] = Field(default=(), max_length=MAX_RANGES)
     """Units of leases that ended before they were trained, in ascending order."""
     leases: dict[Holder, Lease] = Field(default={}, max_length=4096)
-    """Leases by island. `#i` stands for the island with index i until its first commit tells its name."""
+    """Leases by island. `#i` stands for the island with index i until its first commit gives its name."""
     borders: tuple[Border, ...] = Field(default=(), max_length=MAX_STAGES)
-    """Where the stages after the first begin."""
+    """The borders at which the stages after the first begin."""
     closed: int = Field(default=0, ge=0, le=MAX_UNIT)
-    """Number of units below the last border that no committed round has trained, and none will."""
+    """Number of units below the last border that no committed round has trained, and none will train."""
     trained_by: dict[Holder, Unit] = Field(default={}, max_length=4096)
-    """Units that committed rounds have trained, of the islands in `Terms.counted`."""
+    """Number of trained units by island, for the islands in `Terms.counted`."""
 
     @model_serializer(mode="wrap")
     def _leave_out_stages(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run without stages and owners has the ledger, and so the digests, that it had before there were any."""
+        """Leave out fields that the run does not use, so that its digests stay as in earlier versions."""
         values = handler(self)
         used = {"borders": self.borders, "closed": self.borders, "trained_by": self.trained_by}
         return {name: value for name, value in values.items() if used.get(name, True)}
@@ -94,7 +94,7 @@ class Ledger(Message):
         if bounds and any(units[0] < bounds[-1] for units in ranges):
             raise ValueError("a unit of an earlier stage is leased or returned")
         if self.closed > bounds[-1] if bounds else self.closed:
-            raise ValueError("more units are closed than there are before the last border")
+            raise ValueError("more units are closed than exist before the last border")
         if sum(map(len, ranges)) > MAX_OPEN:
             raise ValueError(f"more than {MAX_OPEN} units are leased or returned")
         if has_repetitions(ranges):
@@ -108,7 +108,7 @@ class Ledger(Message):
 
     @cached_property
     def unnamed(self) -> dict[int, Ranges]:
-        """Leases of islands whose names are not known yet, by their first unit."""
+        """Leases of islands whose names are not known yet, by the first unit of the lease."""
         return {lease.runs[0][0]: lease.runs for name, lease in self.leases.items() if name.startswith("#")}
 
     @property
@@ -123,12 +123,12 @@ class Ledger(Message):
 
 
 def has_repetitions(ranges: Sequence[range]) -> bool:
-    """Whether a unit is in these ranges twice. Raises ValueError if they lie too far apart to be looked through."""
+    """Return whether these ranges contain a unit twice. Raises ValueError if they span too many units."""
     if not ranges:
         return False
     first, last = min(r[0] for r in ranges), max(r[-1] for r in ranges)
     if last - first >= MAX_OPEN:
-        raise ValueError(f"the units leased and returned lie within more than {MAX_OPEN}")
+        raise ValueError(f"the leased and returned units span more than {MAX_OPEN} units")
     seen = np.zeros(last - first + 1, np.bool_)
     for each in ranges:
         units = seen[each[0] - first : each[-1] - first + 1 : each.step]
@@ -139,7 +139,7 @@ def has_repetitions(ranges: Sequence[range]) -> bool:
 
 
 def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
-    """The ledger at the start of a run: trained units stay trained, all others are leased again to indices 0, 1, ..."""
+    """Return the ledger for a new start: all units that are not trained are leased again, to indices 0, 1, ..."""
     closed = [*ledger.returned, *(units for lease in ledger.leases.values() for units in lease.runs)]
     needs = {placeholder(index): terms.lease for index in range(num_islands)}
     given, returned, frontier = deal(sorted(closed, key=itemgetter(0)), ledger.frontier, needs)
@@ -147,19 +147,21 @@ def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
 
 
 def begin_ledger(num_islands: int, terms: Terms) -> Ledger:
-    """The ledger of a run that begins."""
+    """Return the ledger of a run that begins."""
     return do_shared(("ledger", num_islands, terms), lambda: reopen(Ledger(), num_islands, terms))
 
 
 def placeholder(index: int) -> str:
-    """Holder of the lease of an island whose name is not known yet. No island can have such a name."""
+    """Return the name that holds the lease of an island whose name is not known yet. No island can have such a
+    name."""
     return f"#{index}"
 
 
 def find_lease(ledger: Ledger, island: str, index: int, incarnation: str, terms: Terms) -> Ranges:
-    """Units that an island without progress should read: its own lease, that of its index, or some beyond the frontier.
+    """Return the units for an island without progress: its own lease, its index's lease, or units beyond the frontier.
 
-    If two islands pick the same place there, a plan takes the first by name, and the other picks again afterwards.
+    If two islands choose the same units there, a plan takes the first by name, and the other one chooses again
+    afterwards.
     """
     for name in (island, placeholder(index)):
         if name in ledger.leases:
@@ -170,7 +172,7 @@ def find_lease(ledger: Ledger, island: str, index: int, incarnation: str, terms:
 
 
 def extend_lease(ledger: Ledger, island: str, index: int, ranges: Ranges, num_read: int) -> Ranges | None:
-    """Units that an island continues with after `num_read` units of `ranges`; None if those are not its own here."""
+    """Return the units after `num_read` units of `ranges` for an island; None if they are not leased to it."""
     if not ranges:
         return None
     if island in ledger.leases:
@@ -185,7 +187,7 @@ def extend_lease(ledger: Ledger, island: str, index: int, ranges: Ranges, num_re
 
 
 def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict[str, str]:
-    """Islands whose claims conflict with the ledger or an earlier claim, with the reason. Empty claims never do."""
+    """Return the islands whose claims conflict with the ledger or an earlier claim, with the reasons."""
     causes: dict[str, str] = {}
     begun: dict[int, str] = {}
     for claim in claims:
@@ -195,7 +197,9 @@ def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict
         if ranges is None:
             causes[claim.island] = f"no lease of island {claim.island!r} begins with unit {claim.first}"
         elif claim.units > count(ranges):
-            causes[claim.island] = f"island {claim.island!r} has read {claim.units} units, {count(ranges)} are leased"
+            causes[claim.island] = (
+                f"island {claim.island!r} has read {claim.units} units, but {count(ranges)} are leased to it"
+            )
         elif (other := _find_overlap(ledger, claim.first, begun, terms)) is not None:
             causes[claim.island] = f"islands {other!r} and {claim.island!r} have read the same data"
         else:
@@ -204,9 +208,9 @@ def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict
 
 
 def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: int = 0) -> Ledger:
-    """The ledger after a commit with these claims, in plan order, before `next_round`. None of them may be refused.
+    """Return the ledger after a commit with these claims, in plan order. None of them may be refused.
 
-    The claimed units are trained. The participants' leases are filled up, first with returned units, then from the
+    The claimed units become trained. The participants' leases are filled up, first with returned units, then from the
     frontier. Leases of islands that have missed too many commits end, and their units are returned.
     """
     assert not (causes := find_refusals(ledger, claims, terms)), f"claims of a plan: {causes}"
@@ -224,7 +228,7 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
         leases[claim.island] = Lease.model_construct(runs=tail(ranges, claim.units), missed=0)
     leases, lapsed = _end_lapsed(leases, {claim.island for claim in claims})
     left = {c.island: leases[c.island].runs if c.island in leases else () for c in claims}
-    # An observer gets a lease at its first commit, even if it is not the one that it has begun to read.
+    # An observer gets a lease at its first commit, even if it has begun to read other units.
     needs = {c.island: terms.lease - count(left[c.island]) for c in claims if c.island in leases or c.listens}
     dealt, returned, frontier = deal(sorted([*returned, *lapsed], key=itemgetter(0)), frontier, needs)
     leases |= {name: Lease(runs=reduce(append, ranges, left[name])) for name, ranges in dealt.items()}
@@ -235,7 +239,7 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
 
 
 def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
-    """The ledger at the border to a new stage: what is open is closed, and its holders lease units of the new stage."""
+    """Return the ledger at the border to a new stage: open units are closed, and all leases are new."""
     first = ledger.frontier + (NUM_SPARES + 1) * terms.spare
     needs = dict.fromkeys(sorted(ledger.leases), terms.lease)
     dealt, _, frontier = deal([], first, needs)
@@ -246,7 +250,7 @@ def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
 
 
 def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | None:
-    """The units that the island may read, or None if they do not begin with the first unit of the claim."""
+    """Return the units that the island may read, or None if they do not begin with the first unit of the claim."""
     if own := ledger.leases.get(claim.island):
         return own.runs if own.runs[0][0] == claim.first else None
     if ledger.frontier <= claim.first < ledger.frontier + NUM_SPARES * terms.spare:
@@ -255,7 +259,7 @@ def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | 
 
 
 def _find_new_observers(ledger: Ledger, claims: Sequence[Claim], begun: dict[int, str], terms: Terms) -> list[Claim]:
-    """Observers without a lease of their own that are granted the one they started reading. Adds them to `begun`."""
+    """Return the new observers that get the units they began to read as a lease. Add them to `begun`."""
     granted: list[Claim] = []
     for claim in claims:
         is_new = claim.listens and claim.island not in ledger.leases
@@ -267,7 +271,7 @@ def _find_new_observers(ledger: Ledger, claims: Sequence[Claim], begun: dict[int
 
 
 def _find_overlap(ledger: Ledger, first: int, begun: Mapping[int, str], terms: Terms) -> str | None:
-    """Island that began with this unit, or so close to it beyond the frontier that both may have read some units."""
+    """Return an island that began so close to this unit that both may have read the same units, or None."""
     if first in begun or first < ledger.frontier:
         return begun.get(first)
     near = (island for unit, island in begun.items() if unit >= ledger.frontier and abs(unit - first) < terms.spare)
@@ -275,7 +279,7 @@ def _find_overlap(ledger: Ledger, first: int, begun: Mapping[int, str], terms: T
 
 
 def _end_lapsed(leases: Mapping[str, Lease], present: set[str]) -> tuple[dict[str, Lease], list[range]]:
-    """(leases that remain, units of the leases whose islands have missed too many commits)"""
+    """Return (remaining leases, units of the leases whose islands have missed too many commits)."""
     missed = {name: 0 if name in present else lease.missed + 1 for name, lease in leases.items()}
     kept = [name for name in leases if missed[name] <= MISSED_COMMITS]
     lapsed = [units for name, lease in leases.items() if name not in kept for units in lease.runs]
@@ -285,9 +289,9 @@ def _end_lapsed(leases: Mapping[str, Lease], present: set[str]) -> tuple[dict[st
 def _build_ledger(
     before: Ledger, frontier: int, returned: Iterable[range], leases: Mapping[str, Lease], **others: Any
 ) -> Ledger:
-    """The ledger after `before` with these units; `others` are its other fields that change."""
+    """Return the ledger after `before` with these units. `others`: other changed fields."""
     kept = {"borders": before.borders, "closed": before.closed, "trained_by": before.trained_by}
-    # Skips validation: it costs time in proportion to the open units, on every island in every commit.
+    # Validation is skipped, because it takes time in proportion to the open units in every commit.
     return Ledger.model_construct(
         frontier=frontier,
         returned=tuple(sorted(returned, key=itemgetter(0))),

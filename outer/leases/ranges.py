@@ -24,7 +24,7 @@ def _to_range(value: object) -> range:
 
 
 def triple(units: range) -> list[int]:
-    """The range as [first, count, stride]."""
+    """Return the range as [first, count, stride]."""
     return [units.start, len(units), units.step]
 
 
@@ -44,7 +44,7 @@ def count(ranges: Ranges) -> int:
 
 
 def head(ranges: Ranges, number: int) -> Ranges:
-    """The first `number` units, or all of them if there are fewer."""
+    """Return the first `number` units, or all of them if there are fewer."""
     kept: list[range] = []
     for units in ranges:
         kept.append(units[:number])
@@ -53,7 +53,7 @@ def head(ranges: Ranges, number: int) -> Ranges:
 
 
 def tail(ranges: Ranges, number: int) -> Ranges:
-    """All units but the first `number`."""
+    """Return all units except the first `number`."""
     kept: list[range] = []
     for units in ranges:
         kept.append(units[number:])
@@ -62,7 +62,7 @@ def tail(ranges: Ranges, number: int) -> Ranges:
 
 
 def append(ranges: Ranges, units: range) -> Ranges:
-    """Append a range, merged with the last one if it continues it."""
+    """Append a range. It is merged with the last range if it continues it."""
     if ranges and ranges[-1].step == units.step and ranges[-1][-1] + units.step == units[0]:
         return (*ranges[:-1], range(ranges[-1].start, units[-1] + units.step, units.step))
     return (*ranges, units)
@@ -71,12 +71,12 @@ def append(ranges: Ranges, units: range) -> Ranges:
 def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[dict[str, Ranges], list[range], int]:
     """Deal units out, first those of the pool in order and then those from `frontier` on.
 
-    Every taker gets one unit in turn while it needs more, so of n takers with equal needs each gets every n-th unit.
-    Returns (ranges by taker, remaining pool, new frontier).
+    Every taker gets one unit in turn while it needs more, so n takers with equal needs each get
+    every n-th unit. Returns (ranges by taker, remaining pool, new frontier).
 
-    >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2})
-    >>> [triple(units) for units in given["a"]], [triple(units) for units in given["b"]], pool, frontier
-    ([[4, 1, 2], [10, 2, 2]], [[11, 2, 2]], [], 14)
+    >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2}) >>> [triple(units) for
+    units in given["a"]], [triple(units) for units in given["b"]], pool, frontier ([[4, 1, 2], [10,
+    2, 2]], [[11, 2, 2]], [], 14)
     """
     given: dict[str, Ranges] = dict.fromkeys(needs, ())
     left, pool = {name: need for name, need in needs.items() if need > 0}, list(pool)

@@ -1,13 +1,13 @@
-"""The border between two stages of a run, in the account of its data.
+"""The border between two stages of a run in the data ledger.
 
-The units of a stage mean other sequences than those of the stage before. So at the border no unit of the stage before
-is left to be read: leases end, what is leased or returned is closed, and all holders lease anew behind the border.
+A unit stands for other sequences in each stage. So at the border no unit of the earlier stage
+is left to be read: leases end, leased and returned units are closed, and all holders get new leases after the border.
 
-    unit    0 . . . . . . . end | gap that nobody reads | first . . . . . .
+    unit    0 . . . . . . . end | gap that is never read | first . . . . . .
             stage 0             |                       | stage 1
 
-The gap is as wide as the places beyond the frontier where an island without a lease may read. What it has read there
-in the stage before lies below the border, and its claim is refused.
+The gap covers the places beyond the frontier where an island without a lease may read. The units that it has read there
+in the earlier stage are below the border, so its claim is refused.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ class Border(NamedTuple):
     """The units at a border between two stages."""
 
     end: Unit
-    """First unit that the stage before has never leased."""
+    """First unit that the earlier stage has never leased."""
     first: Unit
-    """First unit of the stage that begins."""
+    """First unit of the new stage."""
 
 
 def stage_of(unit: int, borders: Sequence[Border]) -> int:
-    """The number of the stage, from 0, to which a unit belongs."""
+    """Return the number of the stage, from 0, to which a unit belongs."""
     return sum(unit >= border.first for border in borders)

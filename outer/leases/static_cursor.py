@@ -5,7 +5,7 @@ With n islands (outer.start_islands) that make T inner steps each, in the order 
     unit     0 1 ... n-1 | n n+1 ... | ...      n T + i T . . .
              step 0      | step 1    | ...      island i, if it joined later or i >= n: T units of its own, one per step
 
-The inner step alone decides the unit. Units read for a round that the island did not complete are read by nobody.
+The inner step alone decides the unit. Units read for a round that the island did not complete are not read again.
 """
 
 from outer.config import OuterConfig
@@ -14,7 +14,7 @@ from outer.leases.ranges import Ranges
 
 
 class StaticCursor:
-    """Implements `outer.leases.cursor.Cursor`. The ledgers are those of a gossip run: empty."""
+    """Implements `outer.leases.cursor.Cursor`. The ledgers of a gossip run are empty."""
 
     def __init__(self, config: OuterConfig, index: int, *, joins: bool) -> None:
         islands, steps = config.start_islands, config.rounds * config.inner_steps
@@ -22,7 +22,7 @@ class StaticCursor:
         first, stride = (index, islands) if has_seat else ((islands + index) * steps, 1)
         self._inner_steps = config.inner_steps
         self._units = range(first, first + steps * stride, stride)
-        """Unit of each inner step of the run."""
+        """The unit of each inner step of the run."""
         self._begun = self._step = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes of leases, and what else the ledger of a run follows from."""
+"""Sizes of leases, and the other settings that determine the ledger of a run."""
 
 from typing import Annotated
 
@@ -9,19 +9,21 @@ from outer.leases.stages import MAX_STAGES
 from outer.network.messages import MAX_ROUND, IslandName, Message
 
 LEASE_ROUNDS = 4
-"""Size of a full lease in rounds: one being trained and one in flight, and as much again for re-based progress."""
+"""Size of a full lease in rounds: one is being trained, one is in flight, and two are for
+re-based progress."""
 SPARE_ROUNDS = 2
-"""Number of rounds that an island without a lease may read before its first commit."""
+"""Number of rounds of units that an island without a lease may read before its first commit."""
 
 
 class Terms(Message):
-    """Sizes of leases in units, which are the same on every island."""
+    """Sizes of leases in units, and the other terms. They are the same on every island."""
 
     inner_steps: int = Field(ge=1, le=MAX_UNIT)
     stage_rounds: tuple[Annotated[int, Field(ge=0, lt=MAX_ROUND)], ...] = Field(default=(), max_length=MAX_STAGES)
     """The first round of each stage after the first."""
     counted: tuple[IslandName, ...] = Field(default=(), max_length=4096)
-    """Islands with data of their own, whose place in them follows from the units that they have trained."""
+    """Islands with data of their own, whose position in it is the number of units that they have
+    trained."""
 
     @property
     def lease(self) -> int:

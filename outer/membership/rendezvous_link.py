@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from outer.config import NETWORKS
 from outer.errors import InputError, TransportError, first_line
 from outer.membership.base import Member
 from outer.membership.records import Records
@@ -74,11 +75,13 @@ def is_of_dht(addresses: Sequence[str]) -> bool:
 def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None:
     """Raise InputError unless there are addresses, and all are those of rendezvous."""
     if not addresses:
+        or_dht = ""
+        if NETWORKS[transport].may_meet_in_dht:
+            or_dht = ", or addresses of a DHT, as `diloco bootstrap` prints them"
         raise InputError(
             f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, as "
-            "`diloco bootstrap --rendezvous tcp` prints it"
-            + (", or addresses of a DHT, as `diloco bootstrap` prints them" if transport == "tls" else "")
-            + ". With several addresses the run survives the loss of any"
+            f"`diloco bootstrap --rendezvous tcp` prints it{or_dht}"
+            ". With several addresses the run survives the loss of any"
         )
     for address in addresses:
         parse_rendezvous_address(address)

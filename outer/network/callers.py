@@ -1,4 +1,5 @@
-"""Where the call comes from that a handler answers, and which addresses lead back there and nowhere else."""
+"""The origin of the call that a handler answers, and the addresses that lead back to that host
+and to no other."""
 
 import asyncio
 import ipaddress
@@ -11,16 +12,18 @@ MAX_ROUTES = 8
 RESOLVE_SECONDS = 5.0
 
 FindHosts = Callable[[], Awaitable[Collection[str]]]
-"""The IP addresses of a caller's connections, as the kernel or the libp2p daemon sees them: behind a relay the
-relay's."""
+"""Function that returns the IP addresses of a caller's connections, as the kernel or the libp2p
+daemon sees them. Behind a relay these are the relay's addresses."""
 CALLERS_HOSTS: ContextVar[FindHosts | None] = ContextVar("CALLERS_HOSTS", default=None)
-"""Those of the call that is being answered; None within one process."""
+"""The function for the call that is being answered; None within one process."""
 
 
 async def address_of_caller(address: str) -> str:
-    """The address without routes to other hosts than that of this call. Raises MessageError if none is left.
+    """Return the address without routes to hosts other than the caller's. Raises MessageError if no
+    route is left.
 
-    A name of a host is resolved here, once, so that it cannot stand for another host when it is dialled.
+    A host name is resolved here, once, so that it cannot mean another host later, when it is
+    dialled.
     """
     find_hosts = CALLERS_HOSTS.get()
     if find_hosts is None:
@@ -30,13 +33,14 @@ async def address_of_caller(address: str) -> str:
     routes = [route for place in places.split(";")[:MAX_ROUTES] if (route := await route_to(hosts, place))]
     if not routes:
         raise MessageError(
-            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, not {places[:100]}"
+            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, got {places[:100]}"
         )
     return f"{begin}{at}{';'.join(routes)}"
 
 
 async def route_to(hosts: Collection[str], place: str) -> str:
-    """The place, `host:port` or a multiaddress, with its host as an IP address; empty unless that is one of `hosts`."""
+    """Return the place (`host:port` or a multiaddress) with its host as an IP address; empty
+    unless the host is one of `hosts`."""
     if place.startswith("/"):
         _, kind, host, *rest = [*place.split("/"), "", ""]
         ip = await resolve(host, hosts)
@@ -49,7 +53,8 @@ async def route_to(hosts: Collection[str], place: str) -> str:
 
 
 async def resolve(host: str, hosts: Collection[str]) -> str:
-    """That of `hosts`, which are IP addresses, for which a name stands, or which it is; empty if none."""
+    """Return the address among `hosts` (IP addresses) to which `host` resolves or which it is;
+    empty if there is none."""
     if is_ip(host):
         return as_ip(host) if as_ip(host) in hosts else ""
     try:
@@ -69,7 +74,8 @@ def is_ip(host: str) -> bool:
 
 
 def as_ip(host: str) -> str:
-    """An IP address in its usual form: that of IPv4 also where a socket of IPv6 has seen it. Others are as they are."""
+    """Return an IP address in its usual form: an IPv4 address that an IPv6 socket has seen is
+    written as IPv4. Other texts are returned unchanged."""
     if not is_ip(host):
         return host
     ip = ipaddress.ip_address(host)

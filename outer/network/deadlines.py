@@ -3,16 +3,17 @@
 from statistics import median
 
 SPREAD = 8.0
-"""Factor on the median absolute deviation (MAD): far beyond noise, but far below giving up on a run."""
+"""Factor on the median absolute deviation (MAD): well above noise, but short compared with
+giving up on a run."""
 FLOORS = {"reduce": 10.0, "call": 3.0, "grace": 3.0}
-"""Least margin of a limit over the median, in seconds, by kind of wait."""
+"""Smallest margin of a limit above the median, in seconds, by kind of wait."""
 DEFAULT_FLOOR_SECONDS = 10.0
 MAX_SECONDS = {"call": 10.0}
 """Upper bound of any limit, by kind of wait."""
 MAX_GROWTH = 2.0
 """A limit is at most this many times the longest wait that succeeded, plus its margin."""
 MAX_PATIENCE = 2.0
-"""Rounds for whose duration islands are waited for at most because they have missed earlier ones."""
+"""Most rounds for whose duration islands are waited for because they have missed earlier rounds."""
 MAX_FIRST_SECONDS = {"call": 5.0}
 """Upper bound of `initial_seconds`, the limit until three waits of a kind have been measured, by kind."""
 
@@ -20,7 +21,8 @@ MAX_FIRST_SECONDS = {"call": 5.0}
 class Deadlines:
     """Limits for waits, by kind: median + max(floor, SPREAD x MAD) of the last `history` waits.
 
-    A wait in which this process stood still has measured the freeze, and is thrown away: see `num_freezes`.
+    A wait in which this process stood still measures the freeze, so it is discarded: see
+    `num_freezes`.
     """
 
     def __init__(self, initial_seconds: float, history: int = 32) -> None:
@@ -33,21 +35,23 @@ class Deadlines:
         """Freezes of this process so far. The failure detector counts them."""
 
     def observe(self, kind: str, seconds: float, num_freezes: int | None = None) -> None:
-        """Record the duration of a successful wait, unless there are more than `num_freezes` by now.
+        """Record the duration of a successful wait, unless this process has frozen since the wait
+        began.
 
-        `num_freezes`: the value of that attribute when the wait began.
+        `num_freezes`: the value of the attribute of that name when the wait began.
         """
         if num_freezes is not None and num_freezes != self.num_freezes:
             return
         self._measured[kind] = (*self._measured.get(kind, ()), seconds)[-self._history :]
 
     def typical(self, kind: str) -> float | None:
-        """Median of the last waits of a kind, in seconds, or None until three have been measured."""
+        """Return the median of the last waits of a kind, in seconds, or None until three have
+        been measured."""
         measured = self._measured.get(kind, ())
         return median(measured) if len(measured) >= 3 else None
 
     def limit(self, kind: str) -> float:
-        """Longest time that a wait of this kind may take now, in seconds."""
+        """Return the longest time that a wait of this kind may take now, in seconds."""
         measured = self._measured.get(kind, ())
         if len(measured) < 3:
             return min(self.initial_seconds, MAX_FIRST_SECONDS.get(kind, self.initial_seconds))
@@ -58,11 +62,13 @@ class Deadlines:
         return limit
 
     def grace(self, num_waiting: int, num_absent: int = 1, num_missed: int = 1) -> float:
-        """Time that `num_waiting` islands wait for `num_absent` islands that live but are not ready, in seconds.
+        """Return the seconds that `num_waiting` islands wait for `num_absent` islands that live but
+        are not ready.
 
-        Waiting costs `num_waiting` x that time, and continuing without the others costs `num_absent` islands' rounds.
-        `num_missed`: rounds of which they have been waited for in vain and which are made good now, up to MAX_PATIENCE.
-        The floor prevents noise in short rounds from costing an island a round.
+        Waiting costs `num_waiting` times the wait, and continuing without the others costs a round
+        of each of the `num_absent` islands. `num_missed`: missed rounds by which the wait is
+        lengthened, up to MAX_PATIENCE. The floor prevents noise in short rounds from costing an
+        island a round.
         """
         if (a_round := self.typical("round")) is None:
             return self.initial_seconds

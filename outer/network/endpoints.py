@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 ISLAND_NAME = "[A-Za-z0-9._-]{1,64}"
 RUN_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Limit for a payload where nobody has said how long they can be."""
+"""Limit for a payload where no other limit is given."""
 
 
 @dataclass(frozen=True, order=True)
@@ -23,7 +23,7 @@ class Endpoint:
 
 
 class Kind(IntEnum):
-    """What a frame of a stream holds."""
+    """The type of a frame, which tells what the frame contains."""
 
     HELLO = 0  # the dialer's name, group and keys; the rank is in the header
     PAYLOAD = 1
@@ -31,13 +31,13 @@ class Kind(IntEnum):
     REPLY = 3
     REFUSAL = 4  # the text of an error, as UTF-8; with request 0 the whole stream is refused
     CHALLENGE = 5  # the acceptor's name, keys and proof
-    PROOF = 6  # the dialer's
-    END = 7  # nothing follows on this stream of payloads, and nobody is lost
-    ACK = 8  # the payload with this tag has come
+    PROOF = 6  # the dialer's proof
+    END = 7  # nothing follows on this stream of payloads, and no peer is lost
+    ACK = 8  # the payload with this tag has arrived
 
 
 class Leg(IntEnum):
-    """The leg of the all-to-all reduce that a payload belongs to."""
+    """The leg of the all-to-all reduce to which a payload belongs."""
 
     REDUCE = 0  # a participant's pseudo-gradient part, to the part's reducer
     GATHER = 1  # the encoded mean, from the reducer to every other participant
@@ -62,10 +62,12 @@ class Traffic:
 
 
 Handler = Callable[[Endpoint, bytes], Awaitable[bytes]]
-"""Answers a call, given the caller and the body. The text of a TransportError or InputError goes to the caller."""
+"""Function that answers a call, given the caller and the body. The text of a TransportError or
+InputError goes to the caller."""
 
 Lane = Literal["control", "bulk"]
-"""bulk is for bodies of megabytes, which small calls must not wait behind."""
+"""Lane of a call. The bulk lane is for bodies of megabytes, so that small calls do not wait
+behind them."""
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 
@@ -97,17 +99,19 @@ class Messenger(Protocol):
     async def call(
         self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
-        """Call the endpoint at `address` and return its reply. Each lane has a connection of its own.
+        """Call the endpoint at `address` and return its reply. Each lane has a connection of its
+        own.
 
-        `longest`: size in bytes of the longest reply that the caller has use for; a longer one is not read, and ends
-        the connection. 0 stands for the lane's own limit. Raises PeerLost when the endpoint cannot be reached or its
-        connection breaks, DeadlineError when no reply comes in time, and MessageError when the endpoint refuses (with
-        its text) or sends malformed bytes.
+        `longest`: size in bytes of the longest reply that the caller accepts. A longer one is not
+        read, and ends the connection. 0 means the lane's own limit. Raises PeerLost when the
+        endpoint cannot be reached or its connection breaks, DeadlineError when no reply comes in
+        time, and MessageError when the endpoint refuses (with its text) or sends malformed bytes.
         """
         ...
 
     def on_malformed(self, address: str, cause: str) -> None:
-        """The endpoint at this address has given a malformed reply. After a few it is not called any more."""
+        """Record that the endpoint at this address has sent a malformed reply. After a few of
+        them it is no longer called."""
 
     async def close(self) -> None:
         """Stop serving and drop all connections. Idempotent."""

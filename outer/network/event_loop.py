@@ -1,4 +1,5 @@
-"""The event loop of a rank: its thread, its clock, a signal for its tasks, and a check whether it stood still."""
+"""The event loop of a rank: its thread, its clock, a signal for its tasks, and a check for
+freezes of the process."""
 
 import asyncio
 import logging
@@ -20,27 +21,37 @@ log = logging.getLogger(__name__)
 
 MAX_SELECT_SECONDS = 3600.0  # the operating system rejects waits of more than some weeks
 BEAT_SECONDS = 0.25
+CHECKS_THREADS = bool(os.environ.get("DILOCO_CHECK_THREADS"))
+"""Whether `assert_on_loop` checks anything."""
 FROZEN_SECONDS = 2.0
-"""A gap of this length is a freeze. It is shorter than the least time after which others call an island lost."""
+"""A gap of this length counts as a freeze. It is shorter than the time after which other islands
+find this one lost."""
 
 
 class EventLoop(Protocol):
-    """An event loop as the threads of a rank see it, with the clock on which they measure and wait."""
+    """Interface of an event loop for the threads of a rank, with the clock on which they measure
+    and wait."""
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` on the loop."""
+        """Start `work` on the loop, and return a future of its result."""
         ...
 
     def wait_for(self, started: Future[T]) -> T:
-        """Block until what `start` has returned is done, and return its result."""
+        """Block until the work that `start` has returned is done, and return its result."""
         ...
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
+        """Run `work` on the loop, block until it is done, and return its result. Raises
+        TimeoutError."""
         ...
 
+    def call(self, work: Callable[[], T]) -> T:
+        """Call a function on the loop, which owns what it touches, and block until its result is there."""
+        return self.run(_call(work))
+
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
-        """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
+        """Run `work` that no other work depends on, such as a goodbye. Return whether it
+        finished in time."""
         try:
             self.run(work, timeout_seconds)
         except TimeoutError:
@@ -48,14 +59,15 @@ class EventLoop(Protocol):
         return True
 
     def time(self) -> float:
-        """Seconds on the loop's clock."""
+        """Return the seconds on the loop's clock."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread until so much time has passed on the loop's clock."""
+        """Block the calling thread until `seconds` have passed on the loop's clock."""
 
     def worker(self, name: str) -> Worker:
-        """A thread of its own, made now, for work that waits for this loop; with it those that the loop needs."""
+        """Create a separate thread, at once, for work that waits for this loop, with any threads
+        that the loop needs."""
         ...
 
 
@@ -70,7 +82,8 @@ class EventLoopThread(EventLoop):
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` on the loop. Raises RuntimeError once the loop is closed: nothing would run any more."""
+        """Start `work` on the loop. Raises RuntimeError once the loop is closed, because the
+        work would never run."""
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -116,11 +129,13 @@ class EventLoopThread(EventLoop):
         try:
             self._loop.run_forever()
         except BaseException as error:  # noqa: BLE001 - whatever it was, nothing answers peers or ends rounds any more
-            # Callbacks do not get here: the loop itself has failed, as without memory.
+            # Exceptions of callbacks do not get here: the loop itself has failed, for example for
+            # lack of memory.
             with suppress(MemoryError):
-                log.critical("the event loop has ended (%r), and so does this process", error)
+                log.critical("the event loop has failed (%r); this process ends", error)
             os._exit(1)
-        # Other threads may have started work while the loop was closed, and would wait for it for ever.
+        # Other threads may have started work while the loop was being closed, and would wait for it
+        # for ever.
         self._loop.run_until_complete(_cancel_others())
 
 
@@ -147,13 +162,27 @@ class SlowSelector(selectors.DefaultSelector):
         return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
 
 
+def assert_on_loop() -> None:
+    """Raise AssertionError if the caller does not run on an event loop, whose tasks alone may touch a state.
+
+    It does so where DILOCO_CHECK_THREADS is set, as in tests: no run ends because of a race that may be harmless.
+    """
+    if CHECKS_THREADS:
+        assert asyncio._get_running_loop() is not None, "this state belongs to the event loop: use EventLoop.call"
+
+
+async def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
 def loop_time() -> float:
-    """Seconds on the clock of the running event loop. Called on the loop."""
+    """Return the seconds on the running event loop's clock. Must be called on the loop."""
     return asyncio.get_running_loop().time()
 
 
 class ChangeSignal:
-    """Wakes the tasks of one event loop that wait for a condition, each time that its state may have changed."""
+    """Wakes the tasks of one event loop that wait for a condition, each time the condition may
+    have changed."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -163,7 +192,8 @@ class ChangeSignal:
         self._changed = asyncio.Event()
 
     async def wait_until(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
-        """Wait until `condition` is true, and return whether it became so in time. Raises what `condition` raises."""
+        """Wait until `condition` is true, and return whether it became true in time. Raises what
+        `condition` raises."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while not condition():
@@ -174,7 +204,8 @@ class ChangeSignal:
 
 
 class Tasks:
-    """Tasks that run until they end or all are cancelled. The event loop itself holds its tasks only weakly."""
+    """Keeps references to tasks until they end or are cancelled, because the event loop itself
+    holds them only weakly."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -189,12 +220,12 @@ class Tasks:
         return task
 
     def cancel(self) -> None:
-        """Cancel all. They end when the event loop comes to them."""
+        """Cancel all tasks. They end when the event loop next runs them."""
         for task in self._running:
             task.cancel()
 
     async def end(self) -> None:
-        """Cancel all, and wait until they have ended. Idempotent."""
+        """Cancel all tasks, and wait until they have ended. Idempotent."""
         self.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
@@ -206,10 +237,10 @@ class FreezeDetector:
     """
 
     def __init__(self) -> None:
-        self._asked_at: float | None = None  # Built before the loop runs.
+        self._asked_at: float | None = None  # The loop's clock cannot be read before the loop runs.
 
     def was_frozen(self) -> bool:
-        """Whether the process has stood still since the last call."""
+        """Return whether the process has stood still since the last call."""
         now = loop_time()
         seconds = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = now
@@ -219,7 +250,8 @@ class FreezeDetector:
 
 
 class WaitingThreads:
-    """An unlimited pool of daemon threads for blocking calls. Starting a thread would delay the event loop."""
+    """An unlimited pool of daemon threads for blocking calls, reused because starting a thread
+    would delay the event loop."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -238,7 +270,7 @@ class WaitingThreads:
             _new_thread(partial(self._serve, work))
 
     def close(self) -> None:
-        """End the idle threads now, and the others when their work is done."""
+        """End the idle threads now, and the busy ones when their work is done."""
         with self._lock:
             self._is_closed = True
             num_idle, self._num_idle = self._num_idle, 0

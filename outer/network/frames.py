@@ -4,7 +4,7 @@
 
 `run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream begins with the hello
 and handshake of outer/network/handshake.py. In a run with a key, and on plain TCP, 16 bytes of MAC then follow each
-payload; under TLS none does.
+payload; under TLS there is no MAC.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ MAGIC = b"DLCO"
 VERSION = 11
 _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
-COPIED_BYTES = 1 << 16  # a frame of so few bytes leaves in one piece, with one call of the kernel
+COPIED_BYTES = 1 << 16  # a frame of up to this size is sent in one piece, by one system call
 PIECE_BYTES = 1 << 18
 """Bytes written or read at once: enough to be cheap, few enough to share the event loop."""
 MAX_HELLO_BYTES = 1024
@@ -82,7 +82,8 @@ def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
 
 @dataclass(frozen=True)
 class PeerIds:
-    """The libp2p peers at the two ends of a stream, as libp2p has proved them and encrypted between them."""
+    """Ids of the libp2p peers at the two ends of a stream. libp2p has proved both ids and
+    encrypts the stream."""
 
     own: str
     other: str
@@ -93,7 +94,8 @@ class CutOffError(ConnectionResetError):
 
 
 class FrameStream:
-    """Reads and writes frames on one connection. One task reads; any number may write. An error leaves only `close`."""
+    """Reads and writes frames on one connection. One task reads; any number of tasks may write.
+    After an error only `close` may be called."""
 
     def __init__(
         self, reader: StreamReader, writer: StreamWriter, run: bytes, traffic: Traffic, peer_ids: PeerIds | None = None
@@ -105,12 +107,14 @@ class FrameStream:
         self._sent_macs: FrameMacs | None = None
         self._received_macs: FrameMacs | None = None
         self._write_lock = asyncio.Lock()
-        self._is_closed, self.heard_at = False, loop_time()  # when something last came
-        # A drain then waits until the kernel has taken everything, so that a payload's buffer may be reused.
+        self._is_closed, self.heard_at = False, loop_time()  # when bytes last arrived
+        # With 0, a drain waits until the kernel has taken everything, so that a payload's buffer
+        # may be reused.
         writer.transport.set_write_buffer_limits(high=0)
 
     async def start_tls(self, context: ssl.SSLContext, own_certificate: str = "") -> None:
-        """Encrypt the connection, as its acceptor if `own_certificate`, the hash, is given.
+        """Encrypt the connection; this side is the acceptor if `own_certificate` (the certificate's
+        hash) is given.
 
         Raises MessageError if the other side does not speak TLS 1.3, and ConnectionError.
         """
@@ -118,16 +122,18 @@ class FrameStream:
             await self._writer.start_tls(context)
         except ssl.SSLError as error:
             raise tls_refusal(error) from None
-        # asyncio's TLS pauses writers at the limit, not above it, so with 0 they would never go on.
+        # asyncio's TLS pauses writers at the limit, not above it, so with 0 they would never
+        # continue.
         self._writer.transport.set_write_buffer_limits(high=1)
         tls = self._writer.get_extra_info("ssl_object")
         self.certificate = own_certificate or hash_certificate(tls.getpeercert(binary_form=True))
 
     async def write(self, header: Header, payload: memoryview | bytes, stall_seconds: float | None = None) -> None:
-        """Send one frame, set its `num_bytes`, and return when it has left this process. Raises ConnectionError.
+        """Send one frame, set its `num_bytes`, and return when it has left this process. Raises
+        ConnectionError.
 
-        Raises TimeoutError if the other side takes nothing for `stall_seconds`. A write that was cancelled or has
-        timed out leaves half a frame behind, so close the stream after it.
+        Raises TimeoutError if the other side accepts no bytes for `stall_seconds`. A write that was
+        cancelled or has timed out leaves half a frame behind, so close the stream after it.
         """
         raw = pack_header(replace(header, num_bytes=len(payload)), self.run)
         view = memoryview(payload)
@@ -141,10 +147,12 @@ class FrameStream:
     async def read(
         self, max_bytes: int | Callable[[], int], admit: Callable[[int], Awaitable[None]] | None = None
     ) -> tuple[Header, torch.Tensor]:
-        """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or CutOffError within it.
+        """Read a frame and return its header and payload (1-D uint8). Raises MessageError,
+        ConnectionError, or CutOffError within a frame.
 
-        A function `max_bytes` is asked when the header has come. `admit` is awaited with the payload's size before
-        memory is taken for it. The payload then has BODY_SECONDS to arrive. Raises TimeoutError.
+        If `max_bytes` is a function, it is called when the header has arrived. `admit` is awaited
+        with the payload's size before memory is allocated for it. The payload then has BODY_SECONDS
+        to arrive; afterwards TimeoutError is raised.
         """
         raw = await self._read_whole(HEADER_BYTES)
         header = parse_header(raw, self.run, max_bytes if isinstance(max_bytes, int) else max_bytes())
@@ -169,11 +177,12 @@ class FrameStream:
                 if mac:
                     mac.update(piece)
         if mac and not hmac.compare_digest(await self._read_whole(MAC_BYTES, "within a frame"), mac.digest()):
-            raise RefusedError("forged", "a frame that was altered, repeated, or not sent by a holder of the run's key")
+            raise RefusedError("forged", "a frame was altered, repeated, or not sent by a holder of the run's key")
         return header, payload
 
     async def finish(self) -> None:
-        """Send nothing more, and read and drop what comes until the other side ends, too. Raises OSError."""
+        """Send nothing more, and discard incoming bytes until the other side ends the
+        connection, too. Raises OSError."""
         if self._writer.can_write_eof():
             self._writer.write_eof()
         while await self._reader.read(PIECE_BYTES):
@@ -190,7 +199,8 @@ class FrameStream:
             self._writer.transport.abort()
 
     def use_macs(self, sent: FrameMacs, received: FrameMacs) -> None:
-        """From the next frame on, add MACs to frames that are sent and check those of frames that are received."""
+        """Add MACs to all further frames that are sent, and check the MACs of all further frames
+        that are received."""
         self._sent_macs, self._received_macs = sent, received
 
     async def _read_whole(self, num_bytes: int, where: str = "") -> bytes:
@@ -226,7 +236,7 @@ class FrameStream:
             async with asyncio.timeout(stall_seconds):
                 await self._write_bytes(piece)
             if mac and len(piece) == PIECE_BYTES:
-                await asyncio.sleep(0)  # a drain does not yield while the kernel takes everything
+                await asyncio.sleep(0)  # a drain does not yield while the kernel accepts all bytes
         if mac:
             await self._write_bytes(mac.digest())
 
@@ -241,7 +251,8 @@ class FrameStream:
 
 @contextmanager
 def tls_errors() -> Iterator[None]:
-    """Raise what TLS finds wrong with a connection as ConnectionResetError: somebody has altered its bytes."""
+    """Convert TLS errors within the block into ConnectionResetError: the connection's bytes were
+    altered."""
     try:
         yield
     except ssl.SSLError as error:
@@ -249,12 +260,12 @@ def tls_errors() -> Iterator[None]:
 
 
 def tls_refusal(error: ssl.SSLError) -> RefusedError:
-    """Build the error for a side that does not begin TLS 1.3."""
+    """Build the error for a peer that does not begin TLS 1.3."""
     return RefusedError("tls", f"it does not begin TLS 1.3: {error.reason or error}")
 
 
 def refusal_error(text: torch.Tensor) -> ConnectionRefusedError:
-    """Build the error for a stream that the other side refuses, from the payload of its REFUSAL."""
+    """Build the error for a stream that the other side refused, from the payload of its REFUSAL."""
     return ConnectionRefusedError(f"it refused this island: {printable(text_of(text), MAX_HELLO_BYTES)}")
 
 
@@ -266,7 +277,7 @@ def check_payload(payload: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(payload: torch.Tensor) -> memoryview:
-    """Bytes of a payload, without a copy."""
+    """Return the bytes of a payload without copying them."""
     return memoryview(check_payload(payload).numpy())  # pyright: ignore[reportArgumentType]
 
 

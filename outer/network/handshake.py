@@ -1,14 +1,19 @@
-"""The handshake that begins a stream. Both sides prove their island's key and, in a run with a key, the run key.
+"""The handshake that begins a stream. Both sides prove their island's key and, in a run with a key,
+the run key.
 
-    dialer   -> HELLO      its name, the group, its island key, one half of a key exchange
-    acceptor -> CHALLENGE  its name, its island key, its half of the exchange, its proof
-    dialer   -> PROOF      its own proof
+dialer -> HELLO: its name, the group, its island key, its half of a key exchange.
 
-The group is the epoch of participants that all frames of the stream belong to. A proof is a signature over all that
-either side has said, and over what identifies the ends of an encrypted connection: the libp2p peers, or the acceptor's
-TLS certificate. With a run key, a MAC under a key that follows from the run key and the exchange is added. After the
-proofs each direction has a key of its own, which nobody else can compute, not even another holder of the run key. With
-it every frame carries a MAC, except under TLS and on libp2p without a run key: these authenticate already.
+acceptor -> CHALLENGE: its name, its island key, its half of the exchange, its proof.
+
+dialer -> PROOF: its own proof.
+
+The group is the epoch of participants to which all frames of the stream belong. A proof is a
+signature over everything that either side has sent, and over the identities of the ends of an
+encrypted connection: the libp2p peers, or the acceptor's TLS certificate. With a run key, the proof
+also has a MAC, whose key is derived from the run key and the exchange. After the proofs each
+direction has its own key, which only the two ends can compute; another holder of the run key
+cannot. Every frame carries a MAC under this key, except under TLS and on libp2p without a run key,
+which authenticate already.
 """
 
 import asyncio
@@ -42,23 +47,25 @@ HandshakeSide = Literal["dialer", "acceptor"]
 
 
 class Hello(Message):
-    """The dialer's first words, and those of the acceptor without the group."""
+    """The dialer's first message. The acceptor's first message has the same fields, with an
+    empty group."""
 
     island: IslandName
     group: str = Field(default="", max_length=96)
     key: PublicKey
     """The island's public key."""
     share: PublicKey
-    """A half of the key exchange (X25519), made for this stream."""
+    """One side's half of the key exchange (X25519), created for this stream."""
     has_run_key: bool
 
 
 class Proof(Message):
-    """What proves that the side that sends it holds the keys."""
+    """Proof that the sending side holds the keys."""
 
     signature: Signature
     mac: str = Field(max_length=64, pattern=r"^([0-9a-f]{64})?$")
-    """Under the run key, or empty if there is none."""
+    """MAC of the transcript under a key derived from the run key, or empty if there is no run
+    key."""
 
 
 class Challenge(Message):
@@ -67,10 +74,11 @@ class Challenge(Message):
 
 
 class Stream(Protocol):
-    """A connection that carries frames, as the handshake and the transports use it."""
+    """Interface of a connection that carries frames, as the handshake and the transports use it."""
 
     peer: str
-    """Name of the other side in errors. Its owner may set it, and the handshake adds the island."""
+    """Name of the other side for error messages. The stream's owner may set it, and the
+    handshake adds the island."""
     peer_key: str
     """The other side's island key, once the handshake has proved it."""
     run: bytes
@@ -104,14 +112,14 @@ async def say_hello(
     if header.kind is Kind.REFUSAL:
         raise refusal_error(payload)
     if header.kind is not Kind.CHALLENGE:
-        raise RefusedError("key", f"it answers a hello with {header.kind.name}")
+        raise RefusedError("key", f"it answers a hello with {header.kind.name}, CHALLENGE expected")
     challenge = _parse(Challenge, bytes(view_of(payload)))
     acceptor = _identify(stream, challenge.hello, header.rank)
     _check_has_run_key(acceptor, challenge.hello, auth)
     ends = stream.peer_ids, stream.certificate
     handshake = Handshake(auth.key, stream.run, me, acceptor, hello, challenge.hello, *ends)
     keys = handshake.derive(exchange, challenge.hello.share)
-    # The proof is sent in any case, because a side that holds another key must find out, too.
+    # The proof is sent in any case, because the acceptor must also find out if its key differs.
     await stream.write(Header(Kind.PROOF, me.rank), keys.prove("dialer", auth).encode())
     keys.check("acceptor", challenge.proof)
     if to not in (None, acceptor):
@@ -127,7 +135,7 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
     """
     header, payload = await stream.read(MAX_HELLO_BYTES)
     if header.kind is not Kind.HELLO:
-        raise RefusedError("header", f"a stream that begins with {header.kind.name}, HELLO expected")
+        raise RefusedError("header", f"a stream begins with {header.kind.name}, HELLO expected")
     theirs = _parse(Hello, bytes(view_of(payload)))
     dialer = _identify(stream, theirs, header.rank)
     _check_has_run_key(dialer, theirs, auth)
@@ -140,31 +148,33 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
     await stream.write(Header(Kind.CHALLENGE, me.rank), challenge.encode())
     header, payload = await stream.read(MAX_HELLO_BYTES)
     if header.kind is not Kind.PROOF:
-        raise RefusedError("key", f"{dialer} answers a challenge with {header.kind.name}")
+        raise RefusedError("key", f"{dialer} answers a challenge with {header.kind.name}, PROOF expected")
     keys.check("dialer", _parse(Proof, bytes(view_of(payload))))
     _finish(stream, auth, dialer, keys, "acceptor")
     return dialer, theirs.group
 
 
 async def refuse(stream: Stream, error: MessageError, rejections: Rejections) -> None:
-    """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
+    """Count a refused stream. Send the reason to an island that may be able to act on it, and
+    nothing to a stranger."""
     rejections.add_error(stream.peer, error)
     if isinstance(error, RefusedError) and error.kind in TOLD:
         await say_refusal(stream, str(error))
 
 
 async def say_refusal(stream: Stream, text: str) -> None:
-    """Tell the other side why its stream ends."""
-    with suppress(OSError):  # a timeout or an ended connection, too
+    """Send the other side the reason why its stream ends."""
+    with suppress(OSError):  # includes a timeout and an ended connection
         async with asyncio.timeout(REFUSE_SECONDS):
             await stream.write(Header(Kind.REFUSAL), text.encode()[:MAX_HELLO_BYTES])
-            # A socket that is closed with unread bytes discards what it has sent.
+            # A socket that is closed with unread incoming bytes discards the bytes that it has
+            # sent.
             await stream.finish()
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What both sides of one stream know of it after two frames."""
+    """The data about one stream that both sides have after two frames."""
 
     run_key: RunKey | None
     run: bytes
@@ -173,12 +183,13 @@ class Handshake:
     dialer_hello: Hello
     acceptor_hello: Hello
     peer_ids: PeerIds | None
-    """The dialer's libp2p peer as `own`."""
+    """The libp2p peer ids; `own` is the dialer's."""
     certificate: str = ""
-    """Hash of the acceptor's TLS certificate, as either side has seen it."""
+    """Hash of the acceptor's TLS certificate, as both sides have seen it."""
 
     def derive(self, exchange: X25519PrivateKey, share: str) -> "HandshakeKeys":
-        """Finish the key exchange with the other side's share. Raises MessageError if the share is not a point."""
+        """Finish the key exchange with the other side's half, and return the keys. Raises
+        MessageError if the half is not a valid point."""
         try:
             secret = exchange.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(share)))
         except ValueError:
@@ -188,7 +199,7 @@ class Handshake:
 
     @property
     def transcript(self) -> bytes:
-        """All that is proved, in one form only."""
+        """Return the bytes that both sides prove. Equal handshakes always give equal bytes."""
         peers = (self.peer_ids.own, self.peer_ids.other) if self.peer_ids is not None else ()
         tls = [f"tls={self.certificate}"] if self.certificate else []
         about = [str(VERSION), self.run.hex(), str(self.dialer), str(self.acceptor), *peers, *tls]
@@ -209,12 +220,12 @@ class HandshakeKeys:
         self._transcript = handshake.transcript
 
     def prove(self, side: HandshakeSide, auth: PeerAuth) -> Proof:
-        """This side's proof. Its island key is in `auth`."""
+        """Return this side's proof. `auth` has its island key."""
         signature = auth.island.sign(f"handshake of the {side}", self._transcript)
         return Proof(signature=signature.hex(), mac=self._mac(side))
 
     def check(self, side: HandshakeSide, proof: Proof) -> None:
-        """Raise MessageError unless the proof is that of the other side."""
+        """Raise MessageError unless `proof` is a valid proof of this side."""
         name, key = self.handshake.name_of(side), self.handshake.key_of(side)
         if not hmac.compare_digest(proof.mac, self._mac(side)):
             raise RefusedError("key", f"{name} does not hold the run key that this island holds: {KEY_CURE}")
@@ -222,7 +233,7 @@ class HandshakeKeys:
             raise RefusedError("key", f"{name} does not hold the island key {key[:16]}... that it shows")
 
     def frame_macs(self, side: HandshakeSide) -> FrameMacs:
-        """For the frames that this side sends."""
+        """Return the MACs for the frames that this side sends."""
         return FrameMacs(self._derive(f"frames of the {side}"))
 
     def _mac(self, side: HandshakeSide) -> str:
@@ -246,7 +257,8 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 def _identify(stream: Stream, hello: Hello, rank: int) -> Endpoint:
-    """The endpoint that the other side says it is, also for the stream's errors."""
+    """Return the endpoint that the other side claims to be, and add it to the stream's name for
+    errors."""
     endpoint = Endpoint(hello.island, rank)
     stream.peer = f"{endpoint} at {stream.peer}"
     return endpoint
@@ -262,7 +274,8 @@ def _swap(peer_ids: PeerIds) -> PeerIds:
 
 
 def _finish(stream: Stream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
-    """Protect the frames that follow, and check whether the peer, whose keys are proved, may take part."""
+    """Add MACs to the frames that follow, if they are needed, and check whether the peer, whose
+    keys are proved, may take part."""
     other: HandshakeSide = "acceptor" if side == "dialer" else "dialer"
     if not stream.certificate and (auth.key is not None or stream.peer_ids is None):
         stream.use_macs(sent=keys.frame_macs(side), received=keys.frame_macs(other))

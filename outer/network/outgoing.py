@@ -1,4 +1,5 @@
-"""The caller's end of a connection for calls: it sends requests and hands each reply to the call that awaits it."""
+"""The caller's end of a connection for calls: it sends requests and passes each reply to the
+call that awaits it."""
 
 import asyncio
 import itertools
@@ -11,7 +12,8 @@ from outer.network.rejections import RefusedError
 from outer.network.run_key import PeerAuth
 
 LAST_WORDS_SECONDS = 1.0
-"""How long a connection that broke while it was written to is read for the reason that the other side gave."""
+"""After a connection breaks during a write, it is still read for this time, to get the other
+side's reason."""
 
 
 class Outgoing:
@@ -22,7 +24,7 @@ class Outgoing:
         self._longest = 0  # the longest reply that a call on this connection has allowed
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self.cause: str | None = None  # why it broke
+        self.cause: str | None = None  # why the connection broke
         self._reading = asyncio.create_task(self._read_replies())
 
     async def call(self, kind: str, body: bytes, longest: int) -> bytes:
@@ -32,7 +34,7 @@ class Outgoing:
         self._longest = max(self._longest, longest)
         request = next(self._requests)
         future = self._waiting[request] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may no longer wait
         name = kind.encode()
         message = bytes([len(name)]) + name + body
         writing = asyncio.create_task(self.stream.write(Header(Kind.CALL, request=request), message))
@@ -48,7 +50,7 @@ class Outgoing:
             writing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def close(self, cause: str) -> None:
-        """Fail every waiting call. Idempotent."""
+        """Close the connection and fail every waiting call. Idempotent."""
         self.cause = self.cause or cause
         self._reading.cancel()
         self.stream.close()
@@ -57,7 +59,8 @@ class Outgoing:
                 future.set_exception(PeerLost(self._address, self.cause))
 
     def _check_access(self) -> None:
-        """Raise PeerLost, and close the connection, if the callee has been banned since it was opened."""
+        """Close the connection and raise PeerLost if the callee has been banned since it was
+        opened."""
         try:
             check_access(self.stream, self._auth, self._callee)
         except RefusedError as error:

@@ -1,4 +1,5 @@
-"""What a rank refuses: counters of rejections by peer and reason, and limits on what it holds for its callers."""
+"""Rejections that a rank counts by peer and reason, and limits on the memory that it holds for
+its callers."""
 
 import asyncio
 import logging
@@ -13,33 +14,37 @@ from outer.network.event_loop import ChangeSignal
 log = logging.getLogger(__name__)
 
 MAX_ENTRIES = 512
-"""Limit for pairs (peer, kind). Further peers are counted under OTHERS, because a stranger may use many names."""
+"""Limit for pairs (peer, kind). Further peers are counted under OTHERS, because a stranger may
+use many names."""
 MAX_PEER_LENGTH = 160
 MAX_TEXT_LENGTH = 400
 OTHERS = "(others)"
 
 MAX_CONNECTIONS, MAX_CONNECTIONS_OF_PEER = 4096, 512
-"""Limits for incoming connections: of all peers, and of one, that is an island at one host."""
+"""Limits for incoming connections: of all peers, and of one peer (one island at one host)."""
 MAX_UNPROVEN, MAX_UNPROVEN_OF_HOST = 512, 128
-"""Limits for connections that have not said who they are. An island of many ranks may dial from one host. Beyond them
-the oldest such connection ends: a handshake takes an instant, and a stranger must not keep islands out."""
+"""Limits for connections that have not proved an identity yet: of all hosts, and of one host,
+from which an island of many ranks may dial. Beyond them the oldest such connection is closed: a
+handshake is short, and a stranger must not keep islands out."""
 MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER = 1 << 28, 1 << 25
 """Limits for the bodies of calls that are being read or answered. Beyond them a connection is not read further."""
 MAX_REPLIES, MAX_REPLIES_OF_PEER = 1 << 28, 1 << 26
-"""Limits for the bytes of replies that have not been sent. Beyond them calls with long replies wait."""
+"""Limits for the bytes of replies that have not been sent yet. Beyond them calls with long
+replies wait."""
 SHORT_BYTES = 1 << 16
-"""Replies up to this size wait for nothing and are not counted."""
+"""Replies up to this size do not wait and are not counted."""
 BODY_SECONDS = 120.0
-"""Longest wait until the body of a call may be read, and then longest time for it to arrive."""
+"""Longest wait until the body of a call may be read, and also the longest time for it to arrive."""
 
 MAX_MALFORMED, SUSPENDED_SECONDS = 3, 600.0
-"""A key whose holder has sent so many malformed messages within this time is refused for as long."""
+"""When the holder of a key has sent MAX_MALFORMED malformed messages within SUSPENDED_SECONDS,
+it is refused for SUSPENDED_SECONDS."""
 
 Rejection = tuple[str, str, str, int]  # peer, kind, last text, count
 
 
 class RefusedError(MessageError):
-    """A peer's bytes fail a check before they are used. `kind` names the check in one word."""
+    """A peer's bytes failed a check before they were used. `kind` names the check in one word."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -47,22 +52,25 @@ class RefusedError(MessageError):
 
 
 class MalformedError(RefusedError):
-    """A peer's message is longer than its kind can be, or is none of this kind. No healthy peer sends such a one."""
+    """A peer's message is longer than its kind can be, or not of its kind. A healthy peer sends
+    no such message."""
 
     def __init__(self, text: str) -> None:
         super().__init__("malformed", text)
 
 
 class Suspensions:
-    """Whose messages are not read for a while: the holders of keys that have sent malformed ones. Thread-safe."""
+    """Holders of keys that have sent malformed messages, so that their messages are not read for
+    a while. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._clock = threading.Lock(), clock
         self._seen: dict[str, list[float]] = {}
-        """When the last malformed messages came, by key, the key that was heard last at the end."""
+        """Times of the last malformed messages, by key, with the key of the latest message at
+        the end."""
 
     def add(self, key: str) -> bool:
-        """The holder of the key has sent a malformed message. Returns whether it is suspended now."""
+        """Record a malformed message of the key's holder. Return whether it is suspended now."""
         with self._lock:
             self._seen[key] = [*self._seen.pop(key, []), self._clock()][-MAX_MALFORMED:]
             if len(self._seen) > MAX_ENTRIES:
@@ -70,7 +78,7 @@ class Suspensions:
         return self.seconds_left(key) > 0
 
     def seconds_left(self, key: str) -> float:
-        """For how long the holder of the key is suspended; 0 if it is not."""
+        """Return the seconds for which the holder of the key is still suspended; 0 if it is not."""
         if not self._seen:
             return 0.0
         with self._lock:
@@ -90,7 +98,7 @@ class Rejections:
         self.total = 0
 
     def add(self, peer: str, kind: str, text: str) -> None:
-        """Count one rejection, and log the 1st, 10th, 100th ... of each peer and kind."""
+        """Count one rejection, and log the 1st, 10th, 100th ... rejection of each peer and kind."""
         peer, text = printable(peer, MAX_PEER_LENGTH), printable(text, MAX_TEXT_LENGTH)
         with self._lock:
             entry = (peer, kind)
@@ -106,27 +114,29 @@ class Rejections:
         self.add(peer, error.kind if isinstance(error, RefusedError) else "message", str(error))
 
     def drain(self) -> list[Rejection]:
-        """Return the rejections since the last call, one entry for each peer and kind."""
+        """Return the rejections since the last call, one entry per peer and kind."""
         with self._lock:
             new, self._new = self._new, {}
         return [(peer, kind, text, count) for (peer, kind), (text, count) in new.items()]
 
 
 class Guests:
-    """The incoming connections of a messenger, and the bytes that it holds for them. Lives on one event loop."""
+    """The incoming connections of a messenger, and the bytes that it holds for them. Used on one
+    event loop."""
 
     def __init__(self) -> None:
-        self._unproven: dict[Guest, Callable[[], None]] = {}  # what ends each connection, the oldest first
+        self._unproven: dict[Guest, Callable[[], None]] = {}  # functions that close a connection, the oldest first
         self._of_host: Counter[str] = Counter()  # unproven connections by host
         self._proven: Counter[str] = Counter()  # connections by peer
         self.bodies = _Held(lambda: (MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER))
         self.replies = _Held(lambda: (MAX_REPLIES, MAX_REPLIES_OF_PEER))
 
     def enter(self, host: str, end: Callable[[], None] = lambda: None) -> "Guest":
-        """Count a new connection from a host. Raises RefusedError if too many islands are connected.
+        """Count a new connection from a host. Raises RefusedError if too many islands are
+        connected.
 
-        `end` ends the connection. It is called if too many have not said who they are and this is the oldest of them,
-        or the oldest of its host.
+        `end` closes the connection. It is called if too many connections have not proved an
+        identity, and this is the oldest of all or of its host.
         """
         if self._proven.total() >= MAX_CONNECTIONS:
             raise RefusedError("streams", f"more than {MAX_CONNECTIONS} connections")
@@ -140,7 +150,7 @@ class Guests:
         return guest
 
     def _end_oldest(self, host: str) -> None:
-        """End the oldest of a host's connections that have not said who they are."""
+        """Close the oldest of a host's connections that have not proved an identity."""
         oldest = next(guest for guest in self._unproven if guest.host == host)
         end = self._unproven[oldest]
         self._forget(oldest)
@@ -171,28 +181,32 @@ class Guest:
         self._peer: str | None = None
 
     def prove(self, island: str) -> None:
-        """The connection is of this island, which has proved the run key if there is one. Raises RefusedError."""
+        """Record that the connection belongs to this island, which has proved the run key if
+        there is one. Raises RefusedError."""
         peer = f"{island} at {self.host}"
         self._guests._move(self, peer)
         self._peer = peer
 
     def leave(self) -> None:
-        """Forget the connection. The bodies that it has sent are released when their calls are answered."""
+        """Forget the connection. Memory for its bodies is released when their calls are
+        answered."""
         self._guests._leave(self, self._peer)
 
     def next_body(self) -> "Share":
-        """The body of the next call on this connection, which has proved whose it is."""
+        """Return the share for the body of the next call on this connection, whose peer is
+        proved."""
         assert self._peer is not None, "only a proven connection sends bodies"
         return Share(self._guests.bodies, self._peer)
 
     def next_reply(self) -> "Share":
-        """The reply to a call on this connection."""
+        """Return the share for the reply to a call on this connection."""
         assert self._peer is not None, "only a proven connection is answered"
         return Share(self._guests.replies, self._peer)
 
 
 class _Held:
-    """Bytes that are held for peers, with a limit for each of them and one for all."""
+    """Counts the bytes that are held for peers, with a limit for each peer and one for all
+    together."""
 
     def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
         self._limits = limits
@@ -200,7 +214,8 @@ class _Held:
         self._released = ChangeSignal()
 
     async def hold(self, peer: str, num_bytes: int) -> None:
-        """Wait until there is room. What is longer than the limit of a peer is held when nothing else of it is."""
+        """Wait until there is room. A body longer than a peer's limit waits until nothing else
+        is held for the peer."""
 
         def fits() -> bool:
             of_all, of_peer = self._limits()
@@ -211,36 +226,38 @@ class _Held:
         self.by_peer[peer] += num_bytes
 
     def change(self, peer: str, num_bytes: int) -> None:
-        """Count more bytes without a wait, or fewer."""
+        """Change the number of bytes held for a peer, without waiting."""
         _take(self.by_peer, peer, -num_bytes)
         self._released.notify()
 
 
 class Share:
-    """The bytes of one body or reply, from before it is there until it is gone."""
+    """The memory of one body or reply, counted from before it exists until it is released."""
 
     def __init__(self, held: _Held, peer: str) -> None:
         self._held, self._peer, self._num_bytes = held, peer, 0
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait until so much more may be held for the peer, and count it. Raises TimeoutError."""
+        """Wait until `num_bytes` more may be held for the peer, and count them. Raises
+        TimeoutError."""
         async with asyncio.timeout(BODY_SECONDS):
             await self._held.hold(self._peer, num_bytes)
         self._num_bytes = num_bytes
 
     def correct(self, num_bytes: int) -> None:
-        """It turned out to be of this size."""
+        """Correct the counted size to `num_bytes`, the actual size."""
         if num_bytes != self._num_bytes:
             self._held.change(self._peer, num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
     def release(self) -> None:
-        """It is gone. Idempotent."""
+        """Release the memory. Idempotent."""
         self.correct(0)
 
 
 def _take(counter: Counter[str], key: str, amount: int) -> None:
-    """Subtract from a counter, which keeps no keys of nothing: a stranger may use many names."""
+    """Subtract from a counter and remove keys whose count is 0, because a stranger may use many
+    names."""
     counter[key] -= amount
     if counter[key] <= 0:
         del counter[key]

@@ -1,4 +1,4 @@
-"""Repeat an attempt with a pause in between, until it succeeds or its time is over; pauses that grow."""
+"""Repeated attempts with pauses, until one succeeds or the time is over, and pauses that grow."""
 
 import asyncio
 import logging
@@ -12,14 +12,15 @@ from outer.network.event_loop import loop_time
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 600.0
-"""How long an island that has been in the run waits for an address of the swarm: a bootstrap process may be down."""
+"""How long an island that has been in the run retries the swarm's addresses: a bootstrap process
+may be down."""
 T = TypeVar("T")
 MAX_DOUBLINGS = 64
-"""More would overflow at last."""
+"""Most times that the pause doubles; many more would overflow a float."""
 
 
 class Clock(Protocol):
-    """What a thread waits on. An `EventLoop` (event_loop.py) is one."""
+    """The clock on which a thread waits. An `EventLoop` (event_loop.py) is one."""
 
     def time(self) -> float: ...
     def sleep(self, seconds: float) -> None: ...
@@ -45,7 +46,7 @@ async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_se
 
 
 class WallClock:
-    """The machine's own time."""
+    """The machine's own clock."""
 
     def time(self) -> float:
         return time.monotonic()
@@ -58,9 +59,11 @@ WALL_CLOCK = WallClock()
 
 
 async def retry_unreachable(attempt: Callable[[], Awaitable[T]], is_known: bool) -> T:
-    """Open a network, again and again for RETURN_SECONDS if this island `is_known` in the run but reaches nobody.
+    """Open a network. Retry for RETURN_SECONDS if this island `is_known` in the run but no address
+    answers.
 
-    What a fresh island is told to reach may never have been there. Raises UnreachableError and what `attempt` raises.
+    A new island does not retry, because its addresses may be wrong. Raises UnreachableError and
+    what `attempt` raises.
     """
     deadline = time.monotonic() + (RETURN_SECONDS if is_known else 0.0)
     while True:
@@ -70,11 +73,11 @@ async def retry_unreachable(attempt: Callable[[], Awaitable[T]], is_known: bool)
             if time.monotonic() >= deadline:
                 raise
             left = (deadline - time.monotonic()) / 60
-            log.warning("%s. This island has been in the run, so it tries for %.0f more minutes", error, left)
+            log.warning("%s. This island has been in the run before, so it retries for %.0f more minutes", error, left)
 
 
 def retry_blocking(attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, seconds: float, pause_seconds: float) -> T:
-    """Like `retry`, for a thread, whose waits are on `clock`."""
+    """Do the same as `retry` in a thread; its waits are on `clock`."""
     deadline = clock.time() + seconds
     while not (result := attempt()) and clock.time() < deadline:
         clock.sleep(pause_seconds)
@@ -82,10 +85,11 @@ def retry_blocking(attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, secon
 
 
 def backoff(num_failures: int, *, first_seconds: float, max_seconds: float) -> float:
-    """Pause after so many failures in a row, at least one: it doubles with each, up to `max_seconds`.
+    """Return the pause after `num_failures` (at least 1) in a row. It doubles with each, up to
+    `max_seconds`.
 
-    >>> [backoff(n, first_seconds=1.0, max_seconds=10.0) for n in (1, 2, 3, 4, 5, 9999)]
-    [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    >>> [backoff(n, first_seconds=1.0, max_seconds=10.0) for n in (1, 2, 3, 4, 5, 9999)] [1.0, 2.0,
+    4.0, 8.0, 10.0, 10.0]
     """
     doublings = min(num_failures - 1, MAX_DOUBLINGS)
     return min(first_seconds * 2.0**doublings, max_seconds)

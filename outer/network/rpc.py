@@ -20,17 +20,18 @@ from outer.network.run_key import PeerAuth
 log = logging.getLogger(__name__)
 
 MAX_CALL_BYTES = 9 << 20
-"""Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
+"""Limit for a call. Any peer that has proved the run key may send one; in a run without a run
+key, any peer at all."""
 MAX_CONTROL_BYTES = 1 << 24
-"""Limit for a reply of the control lane. MAX_REPLY_BYTES is that of the bulk lane."""
+"""Limit for a reply on the control lane. MAX_REPLY_BYTES is the limit on the bulk lane."""
 STALL_SECONDS = 60.0
-"""A caller that takes nothing of its reply for so long is no longer answered."""
+"""When a caller accepts no bytes of its reply for this time, its connection is closed."""
 DIAL_SECONDS = HELLO_SECONDS = 10.0
 MAX_OPEN_CALLS = 64
-"""Limit per incoming connection, which is not read further while so many calls are open."""
+"""Limit per incoming connection, which is not read further while this number of calls is open."""
 
 Dialer = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-"""Opens a connection to an address. Raises PeerLost. The caller bounds the time."""
+"""Function that opens a connection to an address. Raises PeerLost. Its caller limits the time."""
 
 
 async def _itself(peer: str) -> Collection[str]:
@@ -46,21 +47,26 @@ class StreamMessenger:
         """The server that accepts this messenger's connections, if it listens on TCP."""
         self.auth = auth or PeerAuth()
         self.own_peer_id = ""
-        """This side's libp2p peer id, set by the code that opens libp2p streams. Addresses then begin with peer ids."""
+        """This side's libp2p peer id, set by the code that opens libp2p streams. If it is set,
+        addresses begin with peer ids."""
         self.tls: TlsIdentity | None = None
-        """Encrypts all connections if it is set."""
+        """TLS identity that encrypts all connections, if it is set."""
         self.find_key: Callable[[str], str] = lambda address: ""
-        """The island key that an address names, or "". Whoever answers there must prove it."""
+        """Function that returns the island key in an address, or "". The endpoint that answers
+        there must prove it."""
         self.find_hosts: Callable[[str], Awaitable[Collection[str]]] = _itself
-        """The IP addresses of a connected peer, given its `peer` in `accept`."""
+        """Function that returns the IP addresses of a connected peer, given its `peer` in
+        `accept`."""
         self.on_failure: Callable[[str], None] = lambda address: None
-        """Called with an address where whoever was dialled did not prove to be the island, or broke off."""
+        """Function called with an address whose endpoint did not prove to be the island, or
+        broke the connection."""
         self.max_body_bytes = MAX_CALL_BYTES
-        """Limit for a call that arrives. A longer one ends its connection before it is read."""
+        """Limit for an incoming call. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self.traffic = hash_names(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
         self._long_replies: dict[str, int] = {}
-        """Size of the longest reply so far, by kind, of those above SHORT_BYTES."""
+        """Size of the longest reply so far, by kind of call. Only replies above SHORT_BYTES are
+        counted."""
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
         self._guests, self._tasks, self._is_closed = Guests(), Tasks(), False
@@ -78,8 +84,9 @@ class StreamMessenger:
             async with asyncio.timeout(timeout_seconds):
                 return await (await self._connection(address, lane)).call(kind, body, longest)
         except TimeoutError:
-            # Otherwise connections over a cut link, or by a router that has forgotten them, are kept until the kernel
-            # drops them, minutes later. One for bulk on which something has come meanwhile is not one of them.
+            # Otherwise connections over a cut link, or through a router that has forgotten them,
+            # are kept until the kernel drops them minutes later. A bulk connection on which bytes
+            # have arrived since the call began is kept.
             for each in LANES if lane == "control" else ():
                 connection = _opened(self._outgoing.get((address, each)))
                 if connection and (each == "control" or connection.stream.heard_at < began):
@@ -87,7 +94,8 @@ class StreamMessenger:
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
-        """Serve one incoming connection until it ends. `peer` names the other side; its default is the host."""
+        """Serve one incoming connection until it ends. `peer` names the other side; the default
+        is its host."""
         stream = self._stream(reader, writer, peer)
         try:
             guest = self._enter(stream)
@@ -106,7 +114,7 @@ class StreamMessenger:
         except MessageError as error:
             await refuse(stream, error, self.auth.rejections)
         except TimeoutError:
-            self.auth.rejections.add(stream.peer, "silent", "a hello or the body of a call did not come in time")
+            self.auth.rejections.add(stream.peer, "silent", "a hello or the body of a call did not arrive in time")
         except CutOffError as error:
             self.auth.rejections.add(stream.peer, "truncated", str(error))
         except ConnectionError as error:
@@ -135,7 +143,8 @@ class StreamMessenger:
         self._outgoing.clear()
 
     async def _connection(self, address: str, lane: Lane) -> Outgoing:
-        """Return the open connection, or dial one. Calls that arrive while it is dialled share it."""
+        """Return the open connection, or dial one. Calls that are made while it is being dialled
+        share it."""
         if self._is_closed:
             raise PeerLost(address, "this messenger was closed")
         task = self._outgoing.get((address, lane))
@@ -143,7 +152,8 @@ class StreamMessenger:
         if task is None or (connection.cause is not None if connection else task.done()):
             task = self._outgoing[address, lane] = asyncio.create_task(self._open(address))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # The dial has its own deadline. It outlives a caller that gives up, for the benefit of later callers.
+        # The dial has its own deadline. It continues after a caller gives up, so that later callers
+        # can use the connection.
         return await asyncio.shield(task)
 
     async def _open(self, address: str) -> Outgoing:
@@ -172,7 +182,8 @@ class StreamMessenger:
         return stream
 
     def _enter(self, stream: FrameStream) -> Guest:
-        """Count a new connection. Raises MessageError if there are too many, ConnectionError after `close`."""
+        """Count a new connection. Raises MessageError if there are too many, and ConnectionError
+        after `close`."""
         if self._is_closed:
             raise ConnectionResetError("this messenger was closed")
         try:
@@ -188,7 +199,7 @@ class StreamMessenger:
             held = guest.next_body()
             try:
                 header, payload = await stream.read(self.max_body_bytes, held.hold)
-                check_access(stream, self.auth, source)  # it may have been banned meanwhile
+                check_access(stream, self.auth, source)  # it may have been banned since the connection opened
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
                 kind, body = unpack_call(payload.numpy().data)
@@ -196,9 +207,9 @@ class StreamMessenger:
                 held.release()
                 raise
             share = guest.next_reply()
-            CALLERS_HOSTS.set(partial(self.find_hosts, guest.host))  # a task takes it with it
+            CALLERS_HOSTS.set(partial(self.find_hosts, guest.host))  # tasks inherit the value
             task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
-            del payload, body  # the next call may be long in coming
+            del payload, body  # free the memory: the next call may come much later
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
 
     async def _answer(
@@ -206,7 +217,8 @@ class StreamMessenger:
     ) -> None:
         try:
             if expected := self._long_replies.get(kind, 0):
-                # Held before the reply is made: a caller that asks and does not read must not fill memory.
+                # Memory is counted before the reply is built: a caller that requests replies and
+                # does not read them must not fill memory.
                 await share.hold(expected)
             if stream.is_closed:
                 return
@@ -217,9 +229,9 @@ class StreamMessenger:
             share.correct(len(reply) if len(reply) > SHORT_BYTES else 0)
             await stream.write(Header(code, self._me.rank, request=request), reply, STALL_SECONDS)
         except ConnectionError as error:
-            log.debug("the caller of %r has gone: %s", kind, error)
+            log.debug("the caller of %r has disconnected: %s", kind, error)
         except TimeoutError:
-            self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} that are asked for and not taken")
+            self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} were requested and not read")
             stream.close()
 
     def _blame(self, stream: FrameStream, cause: str) -> None:
@@ -228,7 +240,8 @@ class StreamMessenger:
 
 
 def _opened(task: asyncio.Task[Outgoing] | None) -> Outgoing | None:
-    """The connection that a task has opened, or None while it dials and when it failed."""
+    """Return the connection that a task has opened, or None while it is dialling and if it
+    failed."""
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()

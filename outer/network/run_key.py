@@ -20,12 +20,13 @@ MAC_BYTES = 16
 PROOF_BYTES = 32
 NAME_CURE = "an island that has lost its key takes another island.name"
 SEAL_MAGIC = b"DLCO-sealed-1 "
-"""No record or config begins with these bytes. A seal is one line of text, so that sealed text remains text."""
+"""Prefix of a seal. No record or config begins with these bytes. A seal is one line of text, so
+that sealed text remains text."""
 SEAL_BYTES = len(SEAL_MAGIC) + 2 * PROOF_BYTES + 1
 
 
 class RunKey:
-    """Derives a key for each purpose from one secret, which never leaves this object."""
+    """Derives a key for each purpose from one secret, which is never exposed by this object."""
 
     def __init__(self, secret: bytes) -> None:
         self._root = hashlib.blake2b(secret, digest_size=64, person=b"diloco run key").digest()
@@ -38,9 +39,9 @@ class RunKey:
 
 
 def read_run_key(path: Path) -> RunKey:
-    """Read a key from a file, without the white space around it. Raises InputError."""
-    path = Path(os.path.expanduser(path))  # unlike Path.expanduser it leaves ~ where there is no home directory
-    cure = f"make one with `head -c 32 /dev/urandom | base64 > {path}`, and give every island the same"
+    """Read a key from a file, without surrounding white space. Raises InputError."""
+    path = Path(os.path.expanduser(path))  # unlike Path.expanduser it keeps ~ if there is no home directory
+    cure = f"create one with `head -c 32 /dev/urandom | base64 > {path}`, and give every island the same"
     try:
         secret = path.read_bytes().strip()
         mode = path.stat().st_mode
@@ -51,28 +52,31 @@ def read_run_key(path: Path) -> RunKey:
             f"island.run_key_file: {str(path)!r} holds {len(secret)} bytes, a key has at least {MIN_KEY_BYTES}; {cure}"
         )
     if mode & 0o004:
-        log.warning("island.run_key_file: everybody on this machine can read %s; `chmod 600` it", path)
+        log.warning("island.run_key_file: all users of this machine can read %s; run `chmod 600` on it", path)
     return RunKey(secret)
 
 
 @dataclass(frozen=True)
 class PeerAuth:
-    """How a rank authenticates its peers, and where it counts the messages and connections that it rejects."""
+    """The means by which a rank authenticates its peers, and its counters of rejected messages
+    and connections."""
 
     key: RunKey | None = None
     rejections: Rejections = field(default_factory=Rejections)
     island: IslandKey = field(default_factory=IslandKey.generate)
-    """This island's own key. Without one given, a key for this process only."""
+    """This island's own key. By default a key is generated for this process only."""
     names: KnownNames | None = field(default_factory=KnownNames)
-    """The owners of names; None does not check names, as at a rendezvous, which serves many runs."""
+    """The owners of names. None: names are not checked, as at a rendezvous, which serves many
+    runs."""
     learns_names: bool = True
-    """Whether a name that is not known belongs to the key that uses it now. A payload stream learns no names: those of
-    a plan's participants are known from the calls before it."""
+    """Whether an unknown name is assigned to the key that uses it now. A payload stream learns
+    no names: the names of a plan's participants are known from earlier calls."""
     access: Access = field(default_factory=Access)
     suspensions: Suspensions = field(default_factory=Suspensions)
 
     def check(self, island: str, key: str, peer_id: str = "") -> None:
-        """Raise RefusedError unless the holder of `key` may take part and use the name. `key` has been proved.
+        """Raise RefusedError unless the holder of `key`, which has been proved, may take part and
+        use the name.
 
         The error's kind is "banned", "peer" (not in island.allow), "suspended" or "name".
         """
@@ -81,7 +85,7 @@ class PeerAuth:
         if not self.access.is_allowed(key, peer_id):
             raise RefusedError("peer", f"{island} is not in island.allow: its key is {key}")
         if seconds := self.suspensions.seconds_left(key):
-            text = f"{island} has sent {MAX_MALFORMED} malformed messages, and is refused for {seconds:.0f} s more"
+            text = f"{island} has sent {MAX_MALFORMED} malformed messages, and is refused for another {seconds:.0f} s"
             raise RefusedError("suspended", text)
         if self.names is None or (not self.learns_names and self.names.key_of(island) is None):
             return
@@ -89,10 +93,10 @@ class PeerAuth:
             raise RefusedError("name", f"{text}; {NAME_CURE}")
 
     def blame(self, peer: str, key: str, cause: str) -> bool:
-        """Count a malformed message of the holder of this key. Returns whether it is suspended now."""
+        """Count a malformed message of the key's holder. Return whether it is suspended now."""
         is_suspended = self.suspensions.add(key)
         if is_suspended:
-            text = f"no longer heard, after {MAX_MALFORMED} malformed messages: {cause}"
+            text = f"suspended after {MAX_MALFORMED} malformed messages: {cause}"
             self.rejections.add(peer, "suspended", text)
         return is_suspended
 
@@ -108,7 +112,8 @@ def seal(key: RunKey | None, purpose: str, body: bytes) -> bytes:
 
 
 def unseal(key: RunKey | None, purpose: str, raw: bytes) -> bytes:
-    """Check the seal and return the body. Raises MessageError if key or purpose differ, or the body was altered."""
+    """Check the seal and return the body. Raises MessageError if the key or purpose differs, or
+    the body was altered."""
     is_sealed = raw.startswith(SEAL_MAGIC)
     if key is None:
         if is_sealed:
@@ -123,18 +128,21 @@ def unseal(key: RunKey | None, purpose: str, raw: bytes) -> bytes:
 
 
 def strip_seal(raw: bytes) -> bytes:
-    """The body behind a seal, unchecked. Bytes without a seal are returned as they are."""
+    """Return the body behind a seal without checking the seal. Bytes without a seal are returned
+    unchanged."""
     return raw[SEAL_BYTES:] if raw.startswith(SEAL_MAGIC) else raw
 
 
 class FrameMacs:
-    """MACs of the frames of one direction. Frames cannot be altered, dropped, repeated or reordered unnoticed."""
+    """MACs of the frames of one direction. They detect frames that were altered, dropped,
+    repeated or reordered."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._number = key, 0
 
     def begin(self) -> hashlib.blake2b:
-        """Begin the next frame's MAC. Update it with header and payload; its digest has MAC_BYTES."""
+        """Begin the next frame's MAC. Update it with the header and the payload; its digest has
+        MAC_BYTES bytes."""
         mac = hashlib.blake2b(self._number.to_bytes(8), key=self._key, digest_size=MAC_BYTES, person=b"diloco frame")
         self._number += 1
         return mac

@@ -15,7 +15,7 @@ from outer.errors import DeadlineError, MessageError, StalledError, TransportErr
 from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Leg
-from outer.network.event_loop import loop_time
+from outer.network.event_loop import assert_on_loop, loop_time
 from outer.network.messages import receive, unpack_carriers
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
@@ -88,6 +88,7 @@ class Attempts:
 
     def dispute(self, plan: Plan) -> None:
         """Participants of the plan have found different means: if there are audits, look at all they send next."""
+        assert_on_loop()
         if self._auditor is not None:
             self._auditor.disputed |= set(plan.names)
 
@@ -99,6 +100,7 @@ class Attempts:
 
     def record_no_vote(self, plan: str, island: str, cause: str) -> None:
         """End the attempt at this plan, now or when it starts, because of an island's no vote."""
+        assert_on_loop()
         if plan in self._no_votes or len(self._no_votes) < MAX_PLANS:
             self._no_votes.setdefault(plan, {})[island] = cause
             self._no_vote_arrived.set()

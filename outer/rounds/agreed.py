@@ -46,14 +46,17 @@ from outer.transfer.download_plan import DownloadPlan
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 100
-"""Aborted attempts at one round after which two islands give up. Of more, some are left out instead."""
+"""Aborted attempts at one round after which two islands give up. Among more islands, some are
+left out instead."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
-"""Pause before another attempt once several have failed; it doubles."""
+"""Pause before another attempt after several have failed. It doubles with each attempt, up to
+MAX_PAUSE_SECONDS."""
 RESUME_SECONDS = 60.0
-"""How long an island that goes on from a checkpoint waits for all others to do so; then it goes on without them."""
+"""How long an island that resumes from a checkpoint waits for all others to do so; then it
+continues without them."""
 DONOR_WAIT_SECONDS = 10.0
-"""How long an island that must not begin a run waits for one that can give a state."""
-NOBODY_TO_JOIN = "this island joins a run, and no island that has committed a round can be found in it for its state"
+"""How long an island that must not begin a run waits for an island that can provide a state."""
+NOBODY_TO_JOIN = "this island joins a run, but finds no island that has committed a round and can provide its state"
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for live islands that do not have it yet."""
 
@@ -69,7 +72,7 @@ class AgreedAverager:
         self._joins, self._on_abort = settings.joins, settings.on_abort
         self._has_entered_late = False
         self._causes: list[str] = []
-        """Why the state of others could not be taken."""
+        """Reasons why the state of other islands could not be taken."""
 
     @property
     def event_loop(self) -> EventLoop:
@@ -77,7 +80,7 @@ class AgreedAverager:
 
     @property
     def memory(self) -> Reducer:
-        """Residuals, last means and norms that the reducer keeps."""
+        """The residuals, last means and norms that the reducer keeps."""
         return self.runner.reduce.attempts.reducer
 
     @property
@@ -97,7 +100,8 @@ class AgreedAverager:
             self.runner.leader.resume(proof)
 
     def enter(self) -> bool:
-        """Enter with the islands' state if they have committed a round, else from the start or checkpoint with them."""
+        """Enter the run: with the state of islands that have committed a round, otherwise from
+        the start or a checkpoint."""
         runner = self.runner
         if runner.leader is not None:
             runner.leader.announce()
@@ -106,17 +110,20 @@ class AgreedAverager:
         return has_taken
 
     def run(self, contribution: Contribution) -> list[RoundReport]:
-        """Attempts until one commits everywhere. Raises as `RoundRunner.attempt`.
+        """Make attempts until one commits everywhere, and return the reports of all. Raises like
+        `RoundRunner.attempt`.
 
-        Two islands of which neither can be left out, or one alone, give up after MAX_ATTEMPTS.
+        Two islands, of which neither can be left out, and an island that is alone give up after
+        MAX_ATTEMPTS.
         """
         reports: list[RoundReport] = []
         while not reports or not reports[-1].is_committed:
-            # An island that nobody can reach any more ends up alone, whoever took part in the first attempts.
+            # An island that no other can reach any more ends up alone, whichever islands took part
+            # in the first attempts.
             names = {name for report in reports[-MAX_ATTEMPTS:] for name in report.participants}
             if len(reports) >= MAX_ATTEMPTS and len(names) <= 2:
                 failed = f"round {reports[-1].round} of {' and '.join(sorted(names))} was aborted {len(reports)} times"
-                raise OuterError(f"{failed} in a row, at last because: {reports[-1].cause}")
+                raise OuterError(f"{failed} in a row, the last time because: {reports[-1].cause}")
             if len(reports) >= ROTATE_AFTER and len(reports[-1].participants) > 1:
                 num_failures = len(reports) - ROTATE_AFTER + 1
                 self.event_loop.sleep(
@@ -141,7 +148,7 @@ class AgreedAverager:
         return self._leader.interruption(seconds_left, entered_late=self._has_entered_late)
 
     def linger(self) -> bool:
-        """Waits for FINISH_SECONDS at most."""
+        """Wait like `Averager.linger`, at most FINISH_SECONDS."""
         return self._leader.linger(FINISH_SECONDS)
 
     def leave(self, steps: int) -> None:
@@ -149,8 +156,9 @@ class AgreedAverager:
             self.runner.leader.leave(steps)
 
     def _begin(self) -> bool:
-        """Enter without a checkpoint. Returns whether this island has taken the state of others."""
-        # Islands that are ahead may die before they have given their state, so a joiner looks for others.
+        """Enter without a checkpoint. Return whether this island has taken the state of others."""
+        # Islands that are ahead may die before they have provided their state, so a joiner looks
+        # for others.
         while self.runner.replica.ranks.on_leader(self._finds_donors):
             if self._take_state() is not None:
                 return True
@@ -161,17 +169,20 @@ class AgreedAverager:
         return False
 
     def _finds_donors(self) -> bool:
-        """Whether an island can give a state. A joiner waits while others begin the run. Leader only."""
+        """Return whether an island can provide a state. A joiner waits while others begin the
+        run. Leader only."""
         if not self._joins:
             return self._leader.wait_for_donors(0.0, 1 << 62)
         return self._leader.wait_to_join(DONOR_WAIT_SECONDS, self.runner.pace.deadlines.initial_seconds)
 
     def _meet_again(self) -> bool:
-        """Enter from a checkpoint: wait for the others and take the state that survives. Returns whether one was taken.
+        """Enter from a checkpoint: wait for the others and take the surviving state. Return whether
+        a state was taken.
 
-        All islands may be going on from checkpoints, and the one with the newest state may come last. An island that
-        trained before would begin a history that is thrown away, so it waits for all, unless it is given a state that
-        was committed since the others started: the run goes on already.
+        All islands may be resuming from checkpoints, and the island with the newest state may be
+        the last to join. An island that trained before that would begin a history that is
+        discarded, so it waits for all. It does not wait if it takes a state that was committed
+        after the others started, because the run is already going on.
         """
         deadline, has_taken, is_going_on = self.event_loop.time() + RESUME_SECONDS, False, False
         while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
@@ -183,12 +194,14 @@ class AgreedAverager:
         return has_taken
 
     def _is_behind(self, deadline: float) -> bool:
-        """Whether an island with a better state comes until the deadline, or until all are there. Leader only."""
+        """Return whether an island with a better state joins before the deadline; stop early if
+        all are here. Leader only."""
         seconds = deadline - self.event_loop.time()
         return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
 
     def _take_state(self) -> CaughtUpState | None:
-        """Take the state of others, who wait for this island if it lacks only means. None if nobody gives one."""
+        """Take the state of others, and return it. Islands wait for this one if it lacks only
+        means. None if no island provides a state."""
         taken = self._catch_up.run()
         if isinstance(taken, NothingTaken):
             self._causes += taken.causes
@@ -214,7 +227,7 @@ def build_agreed_averager(
     cursor: LeaseCursor,
     settings: LoopSettings,
 ) -> AgreedAverager:
-    """The averager of one rank. Every rank of the island calls it together."""
+    """Build the averager of one rank. Every rank of the island calls it together."""
     ranks, hooks = replica.ranks, settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
@@ -260,7 +273,8 @@ def build_agreed_averager(
 def _build_download(
     config: OuterConfig, config_hash: str, replica: Replica, network: Network, settings: LoopSettings
 ) -> Download:
-    """A download of the parts that this rank carries. Those that have arrived are kept in `settings.cache_dir`."""
+    """Build a download of the parts that this rank carries. Parts that have arrived are kept in
+    `settings.cache_dir`."""
     space, cache = replica.space, None
     if settings.cache_dir is not None:
         folder = settings.cache_dir / f"rank-{replica.ranks.rank}"
@@ -292,7 +306,8 @@ def _build_driver(
 def _find_refusals(
     replica: Replica, island: str, index: int, start_islands: int, readies: Sequence[Ready]
 ) -> Mapping[str, str]:
-    """`ledger.find_refusals` for islands that hold this island's state. Raises OuterError if two share an index."""
+    """Apply `ledger.find_refusals` for islands that hold this island's state. Raises OuterError
+    if two share an index."""
     position = replica.position
     causes = find_refusals(position.ledger, readies, replica.terms)
     cause = causes.get(island)

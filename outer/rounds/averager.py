@@ -1,4 +1,4 @@
-"""The interface between the outer loop and the ways in which islands average."""
+"""The interface between the outer loop and the two ways of averaging: agreed rounds and gossip."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,10 +14,11 @@ from outer.state.pseudo_gradient import Contribution
 
 @dataclass(frozen=True)
 class TakenState:
-    """Another island's state, which this island holds now."""
+    """A state taken from another island, which this island now holds."""
 
     base_digest: str | None
-    """The donors' digest of the round that this island held before, or None if they do not know it."""
+    """The donors' digest of the round that this island held before, or None if they do not know
+    this digest."""
     contains_own: bool
     """Whether the last commit contains this island's own progress."""
 
@@ -41,12 +42,14 @@ class Averager(Protocol):
 
     @property
     def event_loop(self) -> EventLoop:
-        """Where its messages are sent, and the clock of its waits."""
+        """The event loop that sends the averager's messages; its clock is the clock of all
+        waits."""
         ...
 
     @property
     def share(self) -> float:
-        """This island's weight in the last mean, or an equal share before the first. A checkpoint sets it."""
+        """This island's weight in the last mean, or an equal share before the first. Set when a
+        checkpoint is loaded."""
         ...
 
     @share.setter
@@ -54,57 +57,64 @@ class Averager(Protocol):
 
     @property
     def memory(self) -> RoundMemory:
-        """What this rank keeps from round to round besides the replica; checkpoints contain it."""
+        """The data that this rank keeps from round to round besides the replica. Checkpoints
+        contain it."""
         ...
 
     def enter(self) -> bool:
-        """Enter the run. True if the replica now holds another island's state, False if it goes on from its own.
+        """Enter the run. Return True if the replica now holds another island's state, False if it
+        still holds its own.
 
-        Raises InputError when the island must join a run and gets no state from it, OuterError when too few islands
-        begin.
+        Raises InputError when the island must join a run and gets no state from it, OuterError when
+        too few islands begin.
         """
         ...
 
     @property
     def proof(self) -> Proof:
-        """Why other islands should believe that this island's state was committed. Empty except on the leader."""
+        """The proof that this island's state was committed. Empty except on the leader."""
         ...
 
     def resume(self, proof: Proof) -> None:
-        """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `enter`."""
+        """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
+        Call it before `enter`."""
         ...
 
     def run(self, contribution: Contribution) -> list[RoundReport]:
-        """Average and commit into the replica; reports of all attempts, the committed one last.
+        """Average and commit into the replica. Return the reports of all attempts, the committed
+        one last.
 
-        The snapshot that the slot holds when a plan is made counts; while it is empty this island observes. Raises
-        BehindError when others have committed without this island, whose state must then be taken; CaughtUp when it has
-        been taken already; OuterError when the run cannot go on.
+        The snapshot that the contribution holds when a plan is made counts; while it is empty this
+        island observes. Raises BehindError when others have committed without this island, whose
+        state must then be taken; CaughtUp when it has been taken already; OuterError when the run
+        cannot continue.
         """
         ...
 
     def take_state(self) -> TakenState | None:
-        """Replace the replica by the state that survives. Call `announce` next, in any case.
+        """Replace the replica with the state that survives. In any case, call `announce` next.
 
         Returns None, and changes nothing, when no reachable island has a newer state.
         """
         ...
 
     def announce(self) -> None:
-        """Tell the other islands that this one goes on from the state it holds now."""
+        """Announce to the other islands that this one continues from the state it holds now."""
         ...
 
     def interruption(self, seconds_left: float) -> Interruption:
-        """Why inner steps should end before their planned end in `seconds_left`, or "". Leader only."""
+        """Return why inner steps should end before their planned end in `seconds_left`, or "".
+        Leader only."""
         ...
 
     def linger(self) -> bool:
-        """Wait, for a bounded time, until the others have this island's round. True if another history survives.
+        """Wait, for a limited time, until the others have this island's round. Return True if
+        another history survives.
 
         Leader only.
         """
         ...
 
     def leave(self, steps: int) -> None:
-        """Say goodbye, `steps` inner steps into the round. Does not wait for the others."""
+        """Send a goodbye, `steps` inner steps into the round. Does not wait for other islands."""
         ...

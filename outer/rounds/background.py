@@ -1,4 +1,5 @@
-"""A round that runs in a background thread while local params are trained, one at a time."""
+"""A round that runs in a background thread while local params are trained. Only one runs at a
+time."""
 
 from outer.report import RoundReport
 from outer.rounds.averager import Averager
@@ -8,12 +9,14 @@ from outer.threads import Worker
 
 
 class BackgroundRound:
-    """Starts at once. Every rank of the island makes one, with its own snapshot for the same round."""
+    """A round in the background, which starts at once. Every rank of the island makes one, with
+    its own snapshot for the same round."""
 
     def __init__(
         self, averager: Averager, snapshot: Snapshot, worker: Worker, earlier: EarlierState | None = None
     ) -> None:
-        """`earlier`: the state to which this island would go back instead, together with others."""
+        """Start the round. `earlier`: the state to which this island would go back instead,
+        together with others."""
         self.snapshot = snapshot
         self.earlier = earlier
         self._averager = averager
@@ -23,13 +26,14 @@ class BackgroundRound:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a commit, so that `land` will raise."""
+        """Whether the round has ended without a commit, so that `land` will raise."""
         return self._error is not None
 
     def land(self) -> tuple[list[RoundReport], float]:
-        """Wait for the end: reports of all attempts, the committed one last, and the seconds spent waiting.
+        """Wait for the end. Return the reports of all attempts, the committed one last, and the
+        seconds spent waiting.
 
-        Raises the error that ended the round, if one did.
+        Raises the error that ended the round, if there was one.
         """
         now = self._averager.event_loop.time
         started = now()

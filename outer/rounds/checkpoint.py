@@ -1,4 +1,4 @@
-"""The outer loop's part of an island's checkpoint: tensors by part, so that any mesh of the island can go on from it.
+"""The outer loop's part of an island's checkpoint: tensors by part, so that any mesh of the island can load it.
 
     outer/params/<part>          global params, fp32
     outer/momentum/<part>        momentum of the outer optimizer, fp32
@@ -42,7 +42,8 @@ NORMS = re.compile(rf"outer/norms/(\d{{1,9}})/({ISLAND_NAME})")
 
 
 class RoundMemory(Protocol):
-    """What a rank keeps from round to round besides the replica. `outer.reduce.reducer.Reducer` implements it."""
+    """The data that a rank keeps from round to round besides the replica.
+    `outer.reduce.reducer.Reducer` implements it."""
 
     @property
     def feedbacks(self) -> Sequence[ErrorFeedback]: ...
@@ -55,14 +56,14 @@ class RoundMemory(Protocol):
 
 @dataclass(frozen=True)
 class NoMemory:
-    """The memory of a gossip run, which keeps nothing."""
+    """The round memory of a gossip run, which keeps nothing."""
 
     feedbacks: Sequence[ErrorFeedback] = ()
     last_means: dict[int, tuple[int, Mapping[int, Mean]]] = field(default_factory=dict)
     filters: OutlierFilters = field(default_factory=lambda: OutlierFilters(MergeConfig()))
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: this memory is empty."""
 
 
 class SavedFacts(Message):
@@ -74,20 +75,20 @@ class SavedFacts(Message):
     fingerprint: Digest
     """Fingerprint of the canonical space, which decides the part of each element."""
     weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(max_length=MAX_PARTS)
-    """Tokens trained on since each fragment was sent last."""
+    """Tokens trained on since each fragment was last sent."""
     last_rounds: list[tuple[PartNumber, Annotated[int, Field(ge=0, lt=MAX_ROUND)]]] = Field(
         default=[], max_length=MAX_PARTS
     )
-    """(fragment, round) of each last mean kept."""
+    """(fragment, round) of each last mean that is kept."""
     share: float = Field(ge=0, le=1)
     proof: Proof = Proof()
-    """Why other islands should believe that the state was committed."""
+    """The proof that the state was committed."""
     units: int = Field(default=0, ge=0, le=MAX_UNIT)
-    """Number of units of the island's lease that its progress has read."""
+    """Number of units of the island's lease that have been read for its pending progress."""
 
 
 def collect_tensors(replica: Replica, memory: RoundMemory) -> dict[str, torch.Tensor]:
-    """This rank's tensors by name. They are not copies: copy them before the next round."""
+    """Return this rank's tensors by name. They are not copies: copy them before the next round."""
     tensors = {f"{PARAMS}{i}": values for i, values in replica.carried.parts.items()}
     tensors |= {f"{MOMENTUM}{i}": values for i, values in replica.carried.momentum.items()}
     tensors |= {f"{PUSHES}{i}": torch.tensor([float(number)]) for i, number in replica.carried.pushes.items()}
@@ -101,7 +102,8 @@ def collect_tensors(replica: Replica, memory: RoundMemory) -> dict[str, torch.Te
 
 
 def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> dict[str, torch.Tensor]:
-    """Zero tensors for those `saved` names that belong to parts this rank carries now, to be loaded into."""
+    """Return zero tensors to load into, for the `saved` names that belong to parts this rank
+    carries now."""
     wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(memory.feedbacks)], LAST_MEAN]
     rooms = {
         f"{prefix}{index}": torch.zeros_like(values)
@@ -114,10 +116,11 @@ def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> d
 
 
 def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Restore global state, residuals and norms; local params do not change. Every rank calls it together.
+    """Restore global state, residuals and norms; local params do not change. Every rank calls it
+    together.
 
-    Raises InputError if the checkpoint belongs to another canonical space, does not match its digest, or holds what no
-    island saves.
+    Raises InputError if the checkpoint belongs to another canonical space, does not match its
+    digest, or holds values that no island saves.
     """
     earlier = read_earlier(replica, facts, tensors)
     replica.restore(earlier.parts, facts.position)
@@ -132,13 +135,13 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
 
 
 def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> EarlierState:
-    """The global state that was saved. Nothing changes. Every rank calls it together.
+    """Return the saved global state without changing anything. Every rank calls it together.
 
-    Raises InputError as `restore`.
+    Raises InputError like `restore`.
     """
     if facts.fingerprint != replica.space.fingerprint:
         raise InputError(
-            "the checkpoint's parts are cut in another way: it is of a run with another model, outer.codec, "
+            "the checkpoint's parts have other boundaries: it is of a run with another model, outer.codec, "
             "outer.part_elements or outer.fragments"
         )
     _check_finite(tensors)
@@ -161,7 +164,7 @@ def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torc
 def build_facts(
     replica: Replica, memory: RoundMemory, weights: Sequence[int], share: float, units: int, proof: Proof
 ) -> dict[str, object]:
-    """The facts to save beside `collect_tensors`, as JSON values."""
+    """Return the facts to save beside `collect_tensors`, as JSON values."""
     facts = SavedFacts(
         position=replica.position,
         digest=replica.digest,
@@ -187,14 +190,16 @@ def parse_facts(values: object) -> SavedFacts:
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError for a tensor with inf or nan: no island saves one, and each round after it would fail."""
+    """Raise InputError for a tensor with inf or nan. No island saves one, and each round after
+    loading it would fail."""
     for name, values in tensors.items():
         if not is_finite(values):
             raise InputError(f"the checkpoint's {name} holds inf or nan; use another checkpoint")
 
 
 def _parse_pushes(values: torch.Tensor) -> int:
-    """The number of pushes in a checkpoint's tensor. Raises InputError if it can be none."""
+    """Return the number of pushes in a checkpoint's tensor. Raises InputError if it is not a
+    possible number."""
     number = float(values.item())
     if not number.is_integer() or not 0 <= number < MAX_GIVEN:
         raise InputError(f"the checkpoint's number of pushes is {number}, 0 to {MAX_GIVEN - 1} are possible")
@@ -202,7 +207,8 @@ def _parse_pushes(values: torch.Tensor) -> int:
 
 
 def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:
-    """Histories of norms by part and participant. Raises InputError if one is malformed."""
+    """Return the histories of norms by part and participant. Raises InputError if one is
+    malformed."""
     found: dict[int, dict[str, History]] = defaultdict(dict)
     for name, values in tensors.items():
         if match := NORMS.fullmatch(name):
@@ -211,7 +217,8 @@ def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:
 
 
 def _part_of_norms(name: str) -> int | None:
-    """Index of the part whose norms a tensor of this name holds, None for other tensors."""
+    """Return the index of the part whose norms a tensor of this name holds, or None for other
+    tensors."""
     match = NORMS.fullmatch(name)
     return int(match[1]) if match else None
 

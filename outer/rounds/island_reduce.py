@@ -1,4 +1,5 @@
-"""The reduce of one attempt on all ranks of an island, and what the island votes after it."""
+"""The reduce of one attempt on all ranks of an island, and the cause of the island's no vote if
+it fails."""
 
 import logging
 import math
@@ -30,32 +31,38 @@ ASK_THE_OPERATOR = (
 
 @dataclass(frozen=True)
 class ReduceResult:
-    """One rank's means, and the verdict of all ranks of the island, the same on each."""
+    """One rank's means, and the result of the reduce on all ranks of the island, which is the
+    same on each."""
 
     means: dict[int, Mean]
-    """By part that this rank carries, each with the digest of the part after a commit of it."""
+    """Means of the parts that this rank carries, by part, each with the digest of the part after
+    a commit."""
     cause: str | None = None
-    """Why the reduce failed on one of the ranks; None if it has not."""
+    """The reason why the reduce failed on one of the ranks; None if it succeeded."""
     at_fault: str | None = None
     """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
     _: KW_ONLY
     num_audited: int = 0
-    """Parts that all ranks of the island have audited."""
+    """Number of parts that all ranks of the island have audited."""
     norm: float = 0.0
     """L2 norm of the pseudo-gradient over all ranks of the island, without moments; 0 if the island observed."""
     mean_norm: float | None = None
-    """The same of the mean; None if there is none."""
+    """L2 norm of the mean over all ranks of the island, without moments; None if there is no
+    mean."""
     cosine: float | None = None
     """Cosine of the angle between the island's pseudo-gradient and the mean; None if one of them is 0 or missing."""
     is_stalled: bool = False
-    """Whether it took too long on a rank that cannot tell who held it up."""
+    """Whether the reduce took too long on a rank that cannot identify a single island as the
+    cause."""
     waits_for_means: bool = False
-    """Whether nothing but means of `at_fault` came too late, for which it may itself wait for others."""
+    """Whether only means of `at_fault` came too late. That island may itself be waiting for
+    others."""
 
 
 @dataclass
 class IslandReduce:
-    """Every rank of the island builds it and calls `run` together, with the same plan."""
+    """The reduces of one rank. Every rank of the island builds it and calls `run` together, with
+    the same plan."""
 
     island: str
     replica: Replica
@@ -63,16 +70,18 @@ class IslandReduce:
     event_loop: EventLoop
     rejections: Rejections
     donor: Donor
-    """Serves fewer parts at once while a reduce runs."""
+    """Donor of this island's state, which serves fewer parts at once while a reduce runs."""
     recent: RecentLengths
     distrust: Distrust = field(default_factory=Distrust)
     _own: tuple[int, dict[str, float]] = (0, {})
-    """Fragment and lengths of the last attempt's contribution."""
+    """Fragment of the last attempt's contribution, and the contribution's L2 norms by kind."""
     _asked: tuple[int, str] | None = None
-    """The round, and the island, about which the operator was asked last."""
+    """The round, and the island, for which the operator's decision was last requested in the
+    log."""
 
     def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> ReduceResult:
-        """Reduce this rank's parts; empty `pseudo_grads` if the island observes. Never raises for a failed reduce."""
+        """Reduce this rank's parts; `pseudo_grads` is empty if the island observes. Never raises
+        for a failed reduce."""
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
         means, failure, squares = {}, None, dict[str, float]()
@@ -86,7 +95,7 @@ class IslandReduce:
         self.donor.is_busy = True
         try:
             reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, look_at))
-            squares = self.replica.squares(pseudo_grads)  # while the first payloads are on their way
+            squares = self.replica.squares(pseudo_grads)  # while the first payloads are being sent
             means = self.event_loop.wait_for(reduce)
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
@@ -109,9 +118,11 @@ class IslandReduce:
         return self._find_fault(plan, outcomes, ReduceResult(means, num_audited=num_audited, norm=norm))
 
     def _find_fault(self, plan: Plan, outcomes: Sequence["_Outcome"], result: ReduceResult) -> ReduceResult:
-        """The result of an attempt that failed on some ranks, with the cause and whose fault it is."""
+        """Return the result of an attempt that failed on some ranks, with the cause and the
+        island at fault."""
         failed = [outcome for outcome in outcomes if outcome.cause is not None]
-        # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
+        # This island's own fault comes first, then a peer's: ranks without a fault only repeat what
+        # others reported.
         worst = min(failed, key=lambda o: o.rank_of_fault(self.island))
         if worst.at_fault is not None and worst.at_fault != self.island:
             self.rejections.add(worst.at_fault, "mean" if worst.is_audit else "payload", worst.cause or "")
@@ -127,7 +138,8 @@ class IslandReduce:
         )
 
     def _begin(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
-        """Say what reducers refuse in this attempt. Every rank calls it together."""
+        """Set the bound above which reducers refuse payloads in this attempt. Every rank calls
+        it together."""
         replica, fragment, own = self.replica, self.replica.space.fragment_of(plan.round), dict[str, float]()
         kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
         if not self.recent.knows(fragment, kinds):
@@ -136,14 +148,16 @@ class IslandReduce:
         self.attempts.reducer.filters.bound = self.recent.bound(fragment, own)
 
     def _scale(self, plan: Plan, own: Mapping[str, float]) -> dict[str, float]:
-        """Lengths of this island's contribution, that of params as if it had trained on as many tokens as others."""
+        """Return the L2 norms of this island's contribution. The norm of params is scaled to the
+        number of tokens of other contributors."""
         scale = scale_to({p.island: p.weight for p in plan.contributors}, self.island)
         return {kind: length * scale if kind == "params" else length for kind, length in own.items()}
 
     def _find_too_long(self, plan: Plan, mean_norm: float, longest: tuple[float, int]) -> tuple[str, str | None] | None:
-        """Why the mean must not be committed, and whose fault that is if it can be told; None if it may be.
+        """Return why the mean must not be committed, and the island at fault if it is known; None
+        if the mean may be committed.
 
-        `longest`: the squared norm of the longest part of the mean, and which part it is.
+        `longest`: the squared norm of the longest part of the mean, and the index of that part.
         """
         contributors, limit = [p.island for p in plan.contributors], self.recent.bound(*self._own).limit("params")
         length, part = longest[0] ** 0.5, longest[1]
@@ -156,7 +170,7 @@ class IslandReduce:
         if len(contributors) < LEAST_PARTICIPANTS:
             suspect = next(name for name in contributors if name != self.island)
             own = self._own[1].get("params", 0.0)
-            cause += f". This island has contributed {own:.3g}, and the rest is of {suspect!r}. {ASK_THE_OPERATOR}"
+            cause += f". This island has contributed {own:.3g}, and the rest comes from {suspect!r}. {ASK_THE_OPERATOR}"
             if self._asked != (plan.round, suspect):
                 log.warning("%s", cause)
             self._asked = plan.round, suspect
@@ -165,23 +179,30 @@ class IslandReduce:
         return cause, reducer if length > limit and reducer != self.island else None
 
     def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
-        """The squared norm of a part's mean, and its scalar product with the pseudo-gradient; 0 for parts of moments.
+        """Return the squared norm of a part's mean, and its scalar product with the
+        pseudo-gradient; 0 for parts of moments.
 
-        Called while other parts are still on their way, on several threads.
+        It is called on several threads while other parts are still being received.
         """
         if self.replica.space.parts[part].is_moment:
             return 0.0, 0.0
         return sum_of_squares(mean), 0.0 if pseudo_grad is None else dot(mean, pseudo_grad)
 
     def commit(self, round_number: int, means: Mapping[int, Mean]) -> None:
-        """The last attempt is committed: remember what later rounds need. Every rank calls it."""
+        """Remember what later rounds need of the last attempt, which has been committed. Every
+        rank calls it."""
         self.attempts.reducer.commit(round_number, means)
         self.recent.commit(*self._own)
 
     def forget(self) -> None:
-        """The run goes back to an earlier state: drop what rounds since have left. Every rank calls it."""
+        """Drop the data that rounds since an earlier state have left, because the run goes back
+        to that state. Every rank calls it."""
         self.attempts.reducer.forget()
         self.recent.forget()
+
+    def dispute(self, plan: Plan) -> None:
+        """Participants of the plan have found different means. Every rank calls it."""
+        self.event_loop.call(lambda: self.attempts.dispute(plan))
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -202,47 +223,48 @@ class IslandReduce:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one rank tells the others of its island after a reduce."""
+    """The outcome of a reduce on one rank, which it sends to the other ranks of its island."""
 
     num_audited: int
     cause: str | None
-    """Why it failed here, or None."""
+    """The reason why the reduce failed on this rank, or None."""
     at_fault: str | None
     is_audit: bool = False
-    """Whether an audit has found `at_fault`."""
+    """Whether an audit found `at_fault` to be at fault."""
     is_wrong_mean: bool = False
     is_stalled: bool = False
-    """Whether it took too long, and nobody alone has held it up."""
+    """Whether the reduce took too long and no single island is the cause."""
     waits_for_means: bool = False
-    """Whether nothing but means of `at_fault` came too late."""
+    """Whether only means of `at_fault` came too late."""
     squares: dict[str, float] = field(default_factory=dict)
     """The squared L2 norm of this rank's pseudo-gradient, by kind."""
     products: tuple[float, float] = (0.0, 0.0)
-    """The sums over this rank's parts of what `IslandReduce._products` returns."""
+    """The sums over this rank's parts of the results of `IslandReduce._products`."""
     longest: tuple[float, int] = (0.0, 0)
-    """The squared norm of this rank's longest part of the mean, and which part it is."""
+    """The squared norm of this rank's longest part of the mean, and the index of that part."""
 
     def rank_of_fault(self, island: str) -> tuple[bool, ...]:
-        """Of several failed ranks of an island the lowest says most: what is certain comes before what may follow."""
+        """Return a sort key among the failed ranks of an island: the lowest key has the most
+        certain cause."""
         return self.at_fault != island, self.at_fault is None, not self.is_wrong_mean, self.waits_for_means
 
 
 def lengths_of(squares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """L2 norms by kind over all ranks, from the squared norms of each."""
+    """Return the L2 norms by kind over all ranks, from the squared norms of each rank."""
     kinds = dict.fromkeys(kind for each in squares for kind in each)
     return {kind: sum(each.get(kind, 0.0) for each in squares) ** 0.5 for kind in kinds}
 
 
 def add_products(products: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The sums of what `IslandReduce._products` returns, over parts or over ranks."""
+    """Return the sums of the results of `IslandReduce._products`, over parts or over ranks."""
     return sum(squares for squares, _ in products), sum(each for _, each in products)
 
 
 def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
-    """Norm of the mean, and its cosine with a pseudo-gradient of this norm, from the `products` of all ranks.
+    """Return the norm of the mean, and its cosine with a pseudo-gradient of this norm, from the
+    ranks' `products`.
 
-    >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)])
-    (2.0, 0.6)
+    >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)]) (2.0, 0.6)
     """
     squares, product = add_products(products)
     mean_norm = squares**0.5

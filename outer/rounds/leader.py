@@ -1,7 +1,7 @@
-"""The leader of an island: it speaks with other islands for all ranks of its own.
+"""The leader of an island: it communicates with other islands for all ranks of its own.
 
-Other islands see its membership record, its status, its readiness for a round, its votes, and the state it can give.
-Only rank 0 has a leader. Calls start work on the event loop and wait for it.
+Other islands see its membership record, its status, its ready messages, its votes, and the state
+that it can provide. Only rank 0 has a leader. Calls start work on the event loop and wait for it.
 """
 
 import logging
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Leader:
-    """Speaks for the island that holds `replica`."""
+    """Communicates for the island that holds `replica`."""
 
     identity: Identity
     addresses: Sequence[tuple[str, str]]
@@ -42,27 +42,33 @@ class Leader:
     event_loop: EventLoop
     donor: Donor
     link_kbit: int = 0
-    """Rate of the island's link; 0 if it is not known."""
+    """Rate of the island's link in kbit/s; 0 if it is not known."""
 
     def resume(self, proof: Proof) -> None:
-        """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `announce`."""
-        self.event_loop.run(self._restore(proof))
-        # Whoever hears that this state is newer than its own may ask for it at once.
+        """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
+        Call it before `announce`."""
+        self.event_loop.call(lambda: self._claims.restore(proof))
+        # An island that learns that this state is newer than its own may request it at once.
         self.serve_state(included=[])
-        self.event_loop.run(self._resume())
+        # With `is_coming`, faster islands that resume from their checkpoints, too, wait for this one.
+        status = build_status(self.replica, is_coming=True)
+        self.event_loop.call(lambda: self.driver.protocol.update_status(status))
 
     def announce(self) -> None:
-        """Enter the membership and start to speak with the others. Raises InputError when the name is taken."""
+        """Enter the membership and start to communicate with the others. Raises InputError when
+        the name is taken."""
         self.event_loop.run(self.membership.announce(self._build_member(0.0)))
         self.event_loop.run(self.driver.start())
 
     def update_status(self, *, is_coming: bool, step_seconds: float) -> None:
-        """Tell the others which state this island holds now, and whether it is on its way to the next round."""
+        """Send the others the state that this island holds now, and whether it is coming to the
+        next round."""
         status = build_status(self.replica, is_coming=is_coming)
         self.event_loop.run(self._update_status(self._build_member(step_seconds), status))
 
     def serve_state(self, included: Sequence[str]) -> None:
-        """Be a donor of the current state. `included`: incarnations whose progress its last commit contains."""
+        """Serve the current state as a donor. `included`: incarnations whose progress its last
+        commit contains."""
         replica = self.replica
         carriers, fingerprint = replica.redistribution.carriers, replica.space.fingerprint
         self.donor.describe(replica.digest, carriers, fingerprint, included, self.proof)
@@ -70,19 +76,21 @@ class Leader:
     @property
     def proof(self) -> Proof:
         """The proof of the state that the replica holds; an empty one if there is none."""
-        return self._claims.prove(build_status(self.replica, is_coming=True).claim)
+        claim = build_status(self.replica, is_coming=True).claim
+        return self.event_loop.call(lambda: self._claims.prove(claim))
 
     def check(self, description: Description) -> None:
-        """Raise MessageError if another island's state must not be taken. Call it on the event loop."""
+        """Raise MessageError if another island's state must not be taken. Must be called on the
+        event loop."""
         self.driver.protocol.knowledge.check_proof(description.claim, description.proof)
 
     def build_ready(
         self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float, earlier: str | None
     ) -> Ready:
-        """The message that this island could take part in a plan now, with this snapshot or (None) as an observer.
+        """Return the ready message for a plan, with this snapshot, or (None) as an observer.
 
-        `first_unit` is where the lease of an observer begins; a contributor's follows from the snapshot. `earlier`:
-        digest of the parts of the state to which this island would go back.
+        `first_unit`: where the lease of an observer begins; a contributor's follows from the
+        snapshot. `earlier`: digest of the parts of the state to which this island would go back.
         """
         status, units = build_status(self.replica, is_coming=True), () if snapshot is None else snapshot.units
         if snapshot is not None:
@@ -110,96 +118,108 @@ class Leader:
         )
 
     def plan(self, build_ready: Callable[[], Ready], on_sent: Callable[[int], None]) -> Plan:
-        """Agree on the next plan. `on_sent` is called with the round when the ready message is on its way.
+        """Agree on the next plan, and return it. `on_sent` is called with the round once the ready
+        message is being sent.
 
-        Raises BehindError, or QuorumError when too few islands come. See `ProtocolDriver.plan`.
+        Raises BehindError, or QuorumError when too few islands join. See `ProtocolDriver.plan`.
         """
         return self.event_loop.run(self._plan(build_ready, on_sent))
 
     def contribute(self, build_ready: Callable[[], Ready]) -> None:
-        """Tell the others that this island, so far an observer of the coming round, has a contribution."""
+        """Announce that this island, until now an observer of the coming round, has a
+        contribution."""
         self.event_loop.run(self._contribute(build_ready))
 
     def decide(self, vote: Vote, on_sent: Callable[[], None]) -> bool:
-        """Whether the plan commits, by the votes of all. `on_sent` is called when this island's vote is on its way."""
+        """Return whether the plan commits by the votes of all. `on_sent` is called once this
+        island's vote is being sent."""
         return self.event_loop.run(self.driver.decide(vote, on_sent))
 
     def explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
-        """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
-        return self.event_loop.run(self._explain_abort(plan))
+        """Return why the plan was not committed, and the islands that are left out of the next
+        plan, with the reasons."""
+        return self.event_loop.call(lambda: explain_abort(self.driver.protocol, plan))
 
     def has_dispute(self, plan: Plan) -> bool:
-        """Whether participants of the plan have voted for different digests."""
-        return self.event_loop.run(self._has_dispute(plan))
+        """Return whether participants of the plan have voted for different digests."""
+        return self.event_loop.call(lambda: self.driver.protocol.vote_table.has_dispute(plan))
 
     def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
-        """See `ProtocolDriver.interruption`."""
+        """Return why inner steps should end now, or "". See `ProtocolDriver.interruption`."""
         return self.event_loop.run(self.driver.interruption(seconds_left, entered_late=entered_late))
 
     def find_donors(self) -> list[Member]:
-        """Records of the islands that hold the history which survives, if it is not this island's."""
+        """Return the records of the islands that hold the surviving history; empty if this
+        island holds it."""
         return self.event_loop.run(self.driver.find_donors())
 
     def disbelieve(self, donors: Sequence[Member]) -> None:
-        """Their state could not be taken: ignore for a while that they claim to be ahead. See `Knowledge`."""
+        """Ignore for a while that these islands claim to be ahead, because their state could not
+        be taken. See `Knowledge`."""
         self.event_loop.run(self.driver.disbelieve(donors))
 
     def believe(self, donors: Sequence[Member]) -> None:
-        """Their state has been taken: forget earlier failures."""
+        """Accept these islands' claims, because their state has been taken, and forget earlier
+        failures."""
         self.event_loop.run(self.driver.believe(donors))
 
     def wait_for_donors(self, seconds: float, num_expected: int) -> bool:
-        """Whether there are donors, waited for up to `seconds`.
+        """Wait up to `seconds` for donors, and return whether there are any.
 
-        The wait ends early when so many islands, with this one, are known, and none of them is about to take the state
-        of this island or another.
+        The wait ends early when `num_expected` islands, with this one, are known, and none of them
+        is about to take another island's state.
         """
-        return wait_for_donors(
-            self.find_donors,
-            self.event_loop,
-            seconds,
-            lambda: self._num_islands >= num_expected and not self._has_stragglers,
-        )
+
+        def is_hopeless() -> bool:
+            return self._num_islands >= num_expected and not self._has_stragglers
+
+        return wait_for_donors(self.find_donors, self.event_loop, seconds, lambda: self.event_loop.call(is_hopeless))
 
     def wait_to_join(self, seconds: float, first_commit_seconds: float) -> bool:
-        """Whether there are donors, waited for up to `seconds`; longer while others are there without a commit yet."""
+        """Wait up to `seconds` for donors, longer while other islands are here without a commit.
+        Return whether there are any."""
         deadline = self.event_loop.time() + first_commit_seconds
         while not self.wait_for_donors(seconds, 1 << 62):
             if self.is_alone or self.event_loop.time() >= deadline:
                 return False
             log.warning(
-                "the islands that are there have committed no round yet: waiting for the first, at most %.0f s; an "
-                "island that is to begin the run with them is started without island.joins",
+                "the islands here have committed no round yet: waiting for the first, at most %.0f s; an "
+                "island that should begin the run with them must be started without island.joins",
                 first_commit_seconds,
             )
         return True
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other island has spoken to this one, or all that have are lost."""
-        return self._num_islands == 1
+        """Whether no other live island has contacted this one."""
+        return self.event_loop.call(lambda: self._num_islands == 1)
 
     def linger(self, seconds: float) -> bool:
-        """Wait until every live island has reached this round. Returns True if another history survives."""
+        """Wait until every live island has reached this round. Return True if another history
+        survives."""
         return self.event_loop.run(self.driver.linger(seconds))
 
     def leave(self, steps: int) -> None:
-        """Say goodbye, `steps` inner steps into the round; islands that miss it find out without it."""
+        """Send a goodbye, `steps` inner steps into the round. Islands that miss it will find
+        this one lost instead."""
         me, incarnation = self.identity.island, self.identity.incarnation
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
         self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
 
+    # -- on the event loop ------------------------------------------------------------------------------------
+
     @property
     def _num_islands(self) -> int:
-        # Membership records outlive the islands that wrote them, so only islands that have spoken count.
+        # Records outlive the islands that wrote them, so only islands from which messages arrived
+        # are counted.
         return 1 + len(self.driver.protocol.knowledge.live)
 
     @property
     def _has_stragglers(self) -> bool:
         """Whether an island that has a state is behind this one, or about to take a state.
 
-        Islands without a state are no stragglers: it may take long to get one.
+        Islands without a state do not count: they may need a long time to get one.
         """
         knowledge = self.driver.protocol.knowledge
         mine, others = knowledge.status, knowledge.live.values()
@@ -209,29 +229,16 @@ class Leader:
     def _claims(self) -> Claims:
         return self.driver.protocol.knowledge.claims
 
-    async def _restore(self, proof: Proof) -> None:
-        self._claims.restore(proof)
-
-    async def _resume(self) -> None:
-        # It is coming: faster islands that go on from their checkpoints, too, wait for it.
-        self.driver.protocol.update_status(build_status(self.replica, is_coming=True))
-
     async def _update_status(self, member: Member, status: Status) -> None:
-        # On the event loop, which owns membership and driver.
+        # This runs on the event loop, which owns the membership and the driver.
         self.membership.update(member)
         await self.driver.update_status(status)
 
     async def _plan(self, build_ready: Callable[[], Ready], on_sent: Callable[[int], None]) -> Plan:
-        # The message is built on the event loop, like that of `_contribute`, so that no contribution is missed.
+        # The message is built on the event loop, like the message of `_contribute`, so that no
+        # contribution is missed.
         ready = build_ready()
         return await self.driver.plan(ready, lambda: on_sent(ready.round))
-
-    async def _explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
-        return explain_abort(self.driver.protocol, plan)
-
-    async def _has_dispute(self, plan: Plan) -> bool:
-        votes = self.driver.protocol.vote_table.votes
-        return len({vote.digest for (id_, _), vote in votes.items() if id_ == plan.id and vote.digest}) > 1
 
     async def _contribute(self, build_ready: Callable[[], Ready]) -> None:
         await self.driver.contribute(build_ready())
@@ -254,7 +261,7 @@ class Leader:
 
 
 def build_status(replica: Replica, *, is_coming: bool) -> Status:
-    """The status of an island that holds this replica."""
+    """Return the status of an island that holds this replica."""
     position = replica.position
     return Status(round=position.round, tokens=position.tokens, digest=replica.digest, is_coming=is_coming)
 
@@ -265,11 +272,12 @@ def wait_for_donors(
     seconds: float,
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Whether a donor is found within `seconds` of the clock. Stops waiting as soon as it is hopeless."""
+    """Wait up to `seconds` on the clock for a donor, and return whether one was found. Stop
+    early once `is_hopeless`."""
     found: list[Member] = []
 
     def is_decided() -> bool:
-        # In this order: an island that comes in between may be the one with the better state.
+        # The order matters: an island that joins between the two calls may have the better state.
         is_over = is_hopeless()
         found[:] = find_donors()
         return bool(found) or is_over

@@ -1,11 +1,11 @@
-"""Rounds that wait for a quorum only (`outer.wait_for`), one after another in a thread of their own.
+"""Rounds that wait only for a quorum (`outer.wait_for`), one after another in a thread of their own.
 
     rounds thread     observe or contribute -> plan -> reduce -> vote -> commit -> observe ...      global params
     training thread   step, land, step, land, ... contribute, wait, land, step ...                  local params
 
-An island that is still training observes: rounds are committed here while it computes inner steps, as many as the
-others make. Between two steps these rounds land: local params continue from the new global params and keep their
-progress. When its inner steps are done the island contributes, and waits for that round. If the plan was fixed before,
+An island that is still training observes: it commits the other islands' rounds while it computes
+inner steps. Between two steps these rounds land: local params continue from the new global params and keep their
+progress. When its inner steps are done the island contributes, and waits for that round. If the plan was fixed earlier,
 it contributes to the next one.
 """
 
@@ -33,13 +33,14 @@ class CommittedRound:
     position: Position
     """Position after the round."""
     is_given: bool
-    """Whether it contains this island's progress."""
+    """Whether the round contains this island's progress."""
     is_dropped: bool = False
-    """Whether this island's progress was given up because others have been given its data."""
+    """Whether this island's progress was dropped because its data have been leased to others."""
 
 
 class QuorumRounds:
-    """Every rank of the island builds it and makes the same calls in the same order, from the training thread."""
+    """The rounds of one rank. Every rank of the island makes the same calls in the same order,
+    from the training thread."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class QuorumRounds:
         catch_up: Callable[[BehindError, int], CaughtUp | None],
         worker: Worker,
     ) -> None:
-        """`catch_up` takes the state that survives, given the tokens of this island's progress. None: it has it."""
+        """Create the rounds. `catch_up` takes the surviving state, given the tokens of this
+        island's progress; it returns None if this island has that state."""
         self._averager, self._pending, self._schedule = averager, pending, schedule
         self._replica, self._pace = averager.runner.replica, averager.runner.pace
         self._total_tokens, self._catch_up, self._worker = total_tokens, catch_up, worker
@@ -63,38 +65,44 @@ class QuorumRounds:
         self._start_rounds()
 
     def begin_progress(self, num_steps: int = 0) -> None:
-        """The progress to be contributed next began `num_steps` inner steps ago."""
+        """Record that the progress to be contributed next began `num_steps` inner steps ago."""
         made, schedule = self._pace.num_steps - num_steps, self._schedule
         self._gave_at = made
-        # As if each fragment had been contributed in its turn before.
+        # Each fragment is treated as if it had been contributed in its turn before.
         self._fragment_given_at = [made + schedule.end(f) - schedule.inner_steps for f in range(schedule.fragments)]
 
     @property
     def is_over(self) -> bool:
-        """Whether the run's tokens are committed."""
+        """Whether all tokens of the run are committed."""
         return self._is_last(self.position)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no round is being prepared here: before `start`, after the last round, or until `go_on`."""
+        """Whether no round is being prepared on this island: before `start`, after the last
+        round, or until `go_on`."""
         return self._work is None or self._holds or self._has_ended
 
     def is_due(self) -> bool:
-        """Whether enough inner steps are done to contribute, for the round and for its fragment."""
+        """Return whether enough inner steps are done to contribute, both for the round and for
+        its fragment."""
         return self._replica.ranks.on_leader(self._is_due)
 
     def land(self, tokens: int) -> list[CommittedRound]:
-        """Rounds committed while this island trained, by now on `tokens` tokens since it last contributed.
+        """Land the rounds that were committed while this island trained, and return them. Local
+        params continue from them.
 
-        Local params continue from them. Raises CaughtUp after a new `start`, or the error that ended the rounds thread.
+        `tokens`: tokens trained on since the last contribution. Raises CaughtUp after a new
+        `start`, or the error that ended the rounds thread.
         """
         return self._land(lambda: self._num_committed, max(self._pending.weights) + tokens)
 
     def contribute(self, tokens: int, *, holds: bool = False) -> CommittedRound:
-        """Contribute progress made on `tokens` tokens to the next round and wait for its commit.
+        """Contribute progress made on `tokens` tokens to the next round, wait for its commit and
+        return it.
 
-        The committed round may lack this progress, if its plan had been fixed. With `holds` no further round is
-        prepared after one that contains it, until `go_on` is called. Raises as `land`.
+        The committed round may lack this progress, if its plan had been fixed earlier. With `holds`
+        no further round is prepared after one that contains the progress, until `go_on` is called.
+        Raises like `land`.
         """
         now = self._averager.event_loop.time
         started, wanted = now(), self._num_landed + 1
@@ -107,7 +115,7 @@ class QuorumRounds:
         return replace(committed, landing=Landing(committed.landing.reports, waited))
 
     def go_on(self) -> None:
-        """Prepare rounds again after one that this island contributed to."""
+        """Prepare rounds again after a round to which this island contributed with `holds`."""
         with self._changed:
             self._holds = False
             self._num_released = self._num_given
@@ -123,11 +131,12 @@ class QuorumRounds:
         """Rounds that are committed and have not landed yet."""
         self._num_committed = self._num_landed = 0
         self._num_given = self._num_released = 0
-        """Committed rounds that contain this island's progress, and those of them after which `go_on` was called. The
-        next contribution may hold again before the rounds thread has noticed the call."""
+        """Number of committed rounds that contain this island's progress, and the number of them
+        after which `go_on` was called. The next contribution may hold again before the rounds
+        thread has noticed the call."""
         self._changed = threading.Condition()
         self._work: Joinable | None = None
-        """The rounds under way; None before `start`."""
+        """The thread of the rounds; None before `start`."""
         self._error: BaseException | None = None
         self._has_ended = self._holds = False
 
@@ -139,14 +148,16 @@ class QuorumRounds:
         pace, schedule, number = self._pace, self._schedule, self.position.round
         since_any = pace.num_steps - self._gave_at
         since_fragment = pace.num_steps - self._fragment_given_at[number % schedule.fragments]
-        # Without the second condition an island that contributes to every n-th round could always send one fragment.
+        # Without the second condition an island that contributes to every n-th round could always
+        # send the same fragment.
         return since_any >= pace.of(schedule.steps(number)) and since_fragment >= pace.of(schedule.inner_steps)
 
     def _land(self, count: Callable[[], int], weight: int, given: Snapshot | None = None) -> list[CommittedRound]:
-        """Land rounds up to the leader's `count` on every rank. `weight`: tokens that have not been sent."""
+        """Land rounds up to the leader's `count` on every rank, and return them. `weight`:
+        tokens that have not been sent."""
         committed = self._take_committed(count, weight)
         landed = [self._settle(one, given) for one in committed]
-        # Once for each fragment; a fragment's number is also that of a round that sends it.
+        # Only once per fragment; a fragment's number is also the number of a round that sends it.
         for fragment, is_given in {one.fragment: one.is_given for one in landed}.items():
             if is_given:
                 self._replica.take_over(fragment)
@@ -159,7 +170,7 @@ class QuorumRounds:
     def _take_committed(self, count: Callable[[], int], weight: int) -> list[CommittedRound]:
         while True:
             number, has_ended = self._replica.ranks.on_leader(lambda: (count(), self._has_ended))
-            # Other ranks commit a moment later than the leader, or end as it does.
+            # Other ranks commit slightly later than the leader, or end as the leader does.
             self._wait_for(number)
             committed = [self._committed.popleft() for _ in range(number - self._num_landed)]
             self._num_landed = number
@@ -172,7 +183,8 @@ class QuorumRounds:
                 self._recover(behind, weight)
 
     def _recover(self, behind: BehindError, weight: int) -> None:
-        """Take the state that survives and raise CaughtUp. If it is this island's own, prepare rounds again."""
+        """Take the surviving state and raise CaughtUp. If it is this island's own, prepare
+        rounds again."""
         caught = self._catch_up(behind, weight)
         if caught is None:
             self._start_rounds()
@@ -196,9 +208,10 @@ class QuorumRounds:
         return committed
 
     def _wait_for(self, count: int) -> int:
-        """Wait until `count` rounds are committed or no more will come; the number committed, at most `count`.
+        """Wait until `count` rounds are committed or no more will be. Return the number committed,
+        at most `count`.
 
-        The deadlines of the round protocol and of the reduce bound the wait.
+        The deadlines of the round protocol and of the reduce limit the wait.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._num_committed >= count or self._has_ended)
@@ -236,7 +249,7 @@ class QuorumRounds:
             self._changed.notify_all()
 
     def _wait_to_go_on(self) -> None:
-        """Wait for as long as the training thread takes to save."""
+        """Wait until the training thread has saved and called `go_on`."""
         with self._changed:
             number = self._num_given
             self._changed.wait_for(lambda: not self._holds or self._num_released >= number)

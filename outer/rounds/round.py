@@ -3,8 +3,8 @@
     plan -> reduce -> vote -> commit: outer step on the global params
      ^________________|  abort: nothing has changed, next attempt
 
-Local params are not touched, so a round may run in a background thread while they are trained. It talks to the island's
-other ranks through the background rank group.
+Local params do not change, so a round may run in a background thread while they are trained. It uses the background
+rank group to communicate with the island's other ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from outer.state.replica import Replica
 
 @dataclass
 class RoundRunner:
-    """Every rank of the island builds it and makes the same calls."""
+    """Runs the rounds of one rank. Every rank of the island builds it and makes the same calls."""
 
     island: str
     replica: Replica
@@ -40,18 +40,19 @@ class RoundRunner:
     pace: Pace
     reduce: IslandReduce
     leader: Leader | None
-    """On rank 0 only."""
+    """The island's leader, on rank 0 only."""
     names: KnownNames
     hooks: Hooks
     traffic: TrafficMeter
     share: float
-    """This island's weight in the last mean; before the first, an equal share."""
+    """This island's weight in the last mean; an equal share before the first mean."""
 
     def attempt(self, contribution: Contribution) -> RoundReport:
-        """One attempt at the next round. If it does not commit, nothing has changed on any island: call it again.
+        """Make one attempt at the next round and report it. If it does not commit, nothing has
+        changed on any island: call it again.
 
-        Raises BehindError when others have committed without this island; OuterError when its own pseudo-gradient
-        cannot be used, or too few islands come.
+        Raises BehindError when others have committed without this island; OuterError when its own
+        pseudo-gradient cannot be used, or too few islands join.
         """
         started = self._now()
         plan = self._plan(contribution)
@@ -71,7 +72,7 @@ class RoundRunner:
         else:
             self.reduce.drop()
             if self._ranks.on_leader(lambda: self._leader.has_dispute(plan)):
-                self.reduce.attempts.dispute(plan)
+                self.reduce.dispute(plan)
         if result.at_fault == self.island:
             raise OuterError(result.cause or "")
         report = self._report(plan, snapshot, cause, is_committed=is_committed)
@@ -87,12 +88,14 @@ class RoundRunner:
         )
 
     def contribute(self, contribution: Contribution) -> None:
-        """The contribution to the round in flight has been filled: tell the others. Only the leader speaks."""
+        """Announce that the contribution to the current round has been filled. Only the leader
+        sends it."""
         if self.leader is not None:
             self.leader.contribute(lambda: self._build_ready(contribution))
 
     def update_status(self, *, is_coming: bool, included: list[str] | None = None) -> None:
-        """Tell the others this island's status; with `included` also that it can give a new state."""
+        """Send the others this island's status. With `included`, also serve the new state as a
+        donor."""
         if self.leader is not None:
             if included is not None:
                 self.leader.serve_state(included)
@@ -101,18 +104,20 @@ class RoundRunner:
     # -- step by step ----------------------------------------------------------------------------------------
 
     def _plan(self, contribution: Contribution) -> Plan:
-        """The plan, on every rank."""
+        """Return the plan, on every rank."""
         self.hooks.reached("plan", self.replica.position.round)
         body, donors, cause = self._ranks.on_leader(lambda: self._plan_on_leader(contribution))
         if body is not None:
             plan = parse(Plan, body)
-            # The leader has met the participants' leaders, so it knows whom their names belong to.
+            # The leader has connected to the participants' leaders, so it knows the keys that own
+            # their names.
             self.names.adopt(self._ranks.on_leader(lambda: self.names.keys_of(plan.names)))
             return plan
         raise OuterError(cause) if donors is None else BehindError(donors, cause)
 
     def _plan_on_leader(self, contribution: Contribution) -> tuple[bytes | None, tuple[str, ...] | None, str]:
-        """(plan, None, ""), or (None, donors, why) when behind, or (None, None, why) when there is no plan."""
+        """Return (plan, None, ""), or (None, donors, why) when behind, or (None, None, why) when
+        there is no plan."""
         on_sent = partial(self.hooks.reached, "planning")
         try:
             plan = self._leader.plan(lambda: self._build_ready(contribution), on_sent)
@@ -130,27 +135,31 @@ class RoundRunner:
         return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds, earlier)
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
-        """This rank's snapshot if the plan counts the island as a contributor, whatever was filled in since."""
+        """Return this rank's snapshot if the plan counts the island as a contributor, even if a
+        later one was filled in."""
         if self.island not in [p.island for p in plan.contributors]:
             return None
         return contribution.wait(plan.round, self.pace.deadlines.limit("reduce"))
 
     def _position_after(self, plan: Plan) -> Position:
-        """Where the run stands once the plan is committed."""
+        """Return the run's position after a commit of the plan."""
         before = self.replica.position
         tokens = before.tokens + sum(p.tokens for p in plan.participants)
-        # The plan names the digest of the state before, which covers the ledger.
+        # The plan names the digest of the state before it, which covers the ledger, so the result
+        # may be shared.
         name = "settle", plan.id, self.replica.terms
         next_round = plan.round + 1
         ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms, next_round))
         return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
 
     def _go_back(self, plan: Plan, parts_digest: str, contribution: Contribution, started: float) -> RoundReport:
-        """Commit the earlier state that more than half of the participants name. Nothing is averaged.
+        """Commit the earlier state that more than half of the participants name. Nothing is
+        averaged.
 
-        The position goes on: text that was read since is not read again, and whoever missed the commit finds a newer
-        state. A participant that lacks the earlier state votes by its digest alone, and raises BehindError after the
-        commit, to take the state from the others.
+        The position is a new one, so text that was read since then is not read again, and an island
+        that missed the commit finds a newer state. A participant that lacks the earlier state votes
+        with its digest alone, and raises BehindError after the commit, to take the state from the
+        others.
         """
         planned = self._now()
         position = self._position_after(plan)
@@ -169,7 +178,8 @@ class RoundRunner:
         return replace(report, wait_seconds=planned - started, earlier=None if earlier is None else earlier.round)
 
     def _report(self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool) -> RoundReport:
-        """What there is to say of every attempt. `cause`: why it does not commit. Every rank calls it together."""
+        """Return the report of an attempt. `cause`: the reason why it does not commit. Every
+        rank calls it together."""
         sent, received = self.traffic.count()
         return RoundReport(
             round=plan.round,
@@ -192,7 +202,8 @@ class RoundRunner:
         )
 
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:
-        """Whether the attempt commits, and why it does not. `digest`: that of the state it leads to. Leader only."""
+        """Return whether the attempt commits, and why it does not. `digest`: digest of the
+        resulting state. Leader only."""
         if digest is not None:
             vote = Vote.yes(plan, self.island, digest)
         else:
@@ -209,7 +220,8 @@ class RoundRunner:
         return is_committed, "" if is_committed else result.cause or cause
 
     def _cast(self, plan: Plan, vote: Vote) -> tuple[bool, str]:
-        """Whether the attempt commits with this vote of the island, and why it does not. Leader only."""
+        """Cast the island's vote. Return whether the attempt commits, and why it does not.
+        Leader only."""
         self.hooks.reached("vote", plan.round)
         on_sent = partial(self.hooks.reached, "decide", plan.round)
         if self._leader.decide(vote, on_sent):
@@ -221,10 +233,10 @@ class RoundRunner:
         return False, cause
 
     def _commit(self, plan: Plan, result: ReduceResult, position: Position, *, observes: bool) -> None:
-        """Make the round permanent on this rank: the only place that changes anything, in this order.
+        """Make the round permanent on this rank. Only this method changes state, in this order:
 
         replica.commit   outer step on the carried global params, new position and digest
-        reduce.commit    what later rounds remember: error feedback, norms of the filters and of the bound, last means
+        reduce.commit    what later rounds need: error feedback, norms of the filters and of the bound, last means
         share, pace      this island's weight; step times of all participants
         """
         self.hooks.reached("apply", plan.round)
@@ -235,7 +247,8 @@ class RoundRunner:
         self.pace.observe_commit(plan, self._now())
 
     def _count_signers(self) -> int:
-        """Signatures under the committed state, by the leader's certificate."""
+        """Return the number of signatures under the committed state, by the leader's
+        certificate."""
         certificate = None if self.leader is None else self.leader.proof.certificate
         return 0 if certificate is None else len(certificate.signatures)
 

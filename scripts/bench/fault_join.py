@@ -16,7 +16,7 @@ from diloco.network_emulation.links import AccessLink, open_linked_namespaces
 from diloco.network_emulation.namespaces import Namespace
 from diloco.runtime.processes import Child, start, stop
 from diloco.swarm.bootstrap import PREFIX
-from outer.config import AT_RENDEZVOUS
+from outer.config import NETWORKS
 from scripts.bench.fault_island import FakeIslandSpec
 from scripts.bench.fault_stall import FaultBenchError
 
@@ -65,7 +65,7 @@ class JoinBench:
     def start_bootstrap(self) -> None:
         """Start the bootstrap process in the last namespace."""
         place = self._namespaces[-1]
-        rendezvous = "tcp" if self._kind in AT_RENDEZVOUS else "dht"
+        rendezvous = NETWORKS[self._kind].rendezvous
         words = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", rendezvous, "--host", place.host]
         child = self._start("bootstrap", place.command(*words))
         self.until(lambda: PREFIX in child.log.read_text(), "the bootstrap process")

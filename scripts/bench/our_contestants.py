@@ -7,7 +7,7 @@ import torch
 from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
-from outer.config import AT_RENDEZVOUS, OuterConfig
+from outer.config import NETWORKS, OuterConfig
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
@@ -39,7 +39,8 @@ class OurNetwork:
     """An island's network over one of our transports, and the event loop on which it lives."""
 
     def __init__(self, kind: str, spec: IslandSpec, tls_streams: int = 1) -> None:
-        self._rendezvous = serve_rendezvous(spec.host, 0) if kind in AT_RENDEZVOUS and not spec.bootstrap else None
+        is_missing = NETWORKS[kind].meets_at == "rendezvous" and not spec.bootstrap
+        self._rendezvous = serve_rendezvous(spec.host, 0) if is_missing else None
         self.bootstrap = spec.bootstrap if self._rendezvous is None else [self._rendezvous.address]
         self.loop, name = EventLoopThread(), f"island-{spec.index}"
         settings = NetworkSettings(

@@ -31,7 +31,7 @@ import torch
 
 from diloco.swarm.bootstrap import PREFIX
 from diloco.watchdog.signals import end_with_parent
-from outer.config import AT_RENDEZVOUS, OuterConfig
+from outer.config import NETWORKS, OuterConfig
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
@@ -190,7 +190,7 @@ def _bootstrap(transport: str) -> Iterator[str]:
     if not transport:
         yield ""
         return
-    kind = "tcp" if transport in AT_RENDEZVOUS else "dht"
+    kind = NETWORKS[transport].rendezvous
     words = ["-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", "127.0.0.1"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:

@@ -18,7 +18,7 @@ from diloco.planning.predict import Case, predict
 from diloco.runtime.processes import Child, start, stop
 from diloco.swarm.bootstrap import PREFIX
 from inner.param_spec import ParamSpec
-from outer.config import AT_RENDEZVOUS, OuterConfig
+from outer.config import OuterConfig
 from outer.cost import HostSpeed, measure_host_speed
 from scripts.bench.utilisation_island import Task, TimedIslandSpec
 
@@ -104,7 +104,7 @@ def _start_islands(runs: Sequence[PlannedRun], folder: Path, counts_wire: bool) 
     with open_linked_namespaces(first.num_islands + 1, first.link) as (*namespaces, meeting):
         started: list[Child] = []
         try:
-            rendezvous = "tcp" if first.config.transport in AT_RENDEZVOUS else "dht"
+            rendezvous = first.config.network.rendezvous
             words = ["-m", "diloco", "bootstrap", "--rendezvous", rendezvous, "--host", meeting.host]
             child = start("bootstrap", meeting.command(sys.executable, *words), folder / "bootstrap.txt")
             started.append(child)

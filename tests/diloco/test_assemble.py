@@ -3,9 +3,10 @@ import os
 import numpy as np
 import pytest
 
-from diloco.assemble import build_batches, hold_folder
+from diloco.assemble import build_batches
 from diloco.config.schema import parse_config
 from diloco.errors import ConfigError
+from diloco.records.run_folder import hold_folder
 from inner.data.corpus import Corpus, Text
 
 

@@ -114,5 +114,5 @@ def test_an_island_that_must_join_is_told_when_only_fresh_ones_are_there(tmp_pat
         until(lambda: fresh.records("step"), "the fresh island trains", fresh)
         lonely = made.start(1)
         assert lonely.wait(GUARD_SECONDS) == [1]
-        assert "no island that has committed a round can be found" in lonely.log
+        assert "finds no island that has committed a round" in lonely.log
         assert not lonely.records("step")

@@ -139,7 +139,7 @@ def test_a_file_of_text_that_is_longer_than_a_document_is_not_read(tmp_path: Pat
     os.truncate(path, 20 * GIB)
     reset_peak()
     before = read_status("VmRSS")
-    with pytest.raises(InputError, match=rf"sparse.txt: is read whole and has more than {MAX_DOCUMENT_BYTES} bytes"):
+    with pytest.raises(InputError, match=rf"sparse.txt: is one document and has more than {MAX_DOCUMENT_BYTES} bytes"):
         texts(path)
     assert read_status("VmHWM") - before < 50_000_000
 
@@ -230,7 +230,7 @@ def test_a_file_of_settings_has_a_limit(tmp_path: Path, name: str) -> None:
     reader = READERS[name]
     path = reader.prepare(tmp_path)
     os.truncate(path, 20 * GIB)
-    with pytest.raises(InputError, match=rf"{path.name}.*has {20 * GIB} bytes, and at most"):
+    with pytest.raises(InputError, match=rf"{path.name}.*has {20 * GIB} bytes, but at most"):
         reader.read(path)
 
 
@@ -263,7 +263,7 @@ def test_aliases_count_as_what_they_stand_for() -> None:
     laughs = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))
     merges = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
     for text in (laughs, merges, "a: &a [*a]"):
-        with pytest.raises(ConfigError, match="those that its aliases repeat included"):
+        with pytest.raises(ConfigError, match="including the values that its aliases repeat"):
             parse_config(text)
 
 

@@ -75,7 +75,7 @@ def lies(*habits: Habit) -> Work:
 
         def begin() -> Any:
             position = entered()
-            runtime.event_loop.run(_acquire(runtime, habits))
+            runtime.participation.event_loop.run(_acquire(runtime, habits))
             return position
 
         runtime.outer.begin = begin

@@ -153,6 +153,6 @@ REFUSALS = {
     "a huge tensor": "has fewer bytes than its shape",
     "a repeated chunk": "do not make up its shape",
     "a compressed chunk": "are not a saved tensor .*compressed",
-    "another shape": "has another shape or dtype than the index says",
+    "another shape": "has a shape or dtype other than the index says",
 }
 """What each one is refused with."""

@@ -106,7 +106,7 @@ def test_a_joiner_that_nobody_gives_a_state_is_refused_once_and_not_started_agai
     finally:
         rendezvous.close()
     assert done.returncode == FINAL_STATUS, done.stderr
-    assert done.stderr.count("error: this island joins a run, and no island") == 1
+    assert done.stderr.count("error: this island joins a run, but finds no island") == 1
 
 
 def test_simulate_trains_islands_and_a_baseline_on_loopback_only_and_writes_the_report(config, tmp_path):

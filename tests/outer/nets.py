@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from outer.config import AT_RENDEZVOUS
+from outer.config import NETWORKS
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.identity.island_key import IslandKey
@@ -52,8 +52,9 @@ async def swarm(
     """
     if kind in ("hivemind", TLS_IN_DHT):
         pytest.importorskip("hivemind")
-    rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind in AT_RENDEZVOUS else None
     peer = await serve_dht() if kind == TLS_IN_DHT else None
+    meets_at_rendezvous = peer is None and NETWORKS[kind].meets_at == "rendezvous"
+    rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if meets_at_rendezvous else None
     bootstrap = [rendezvous.address] if rendezvous else list(peer.addresses) if peer else []
     place = Swarm("tls" if peer else kind, run_id, connect_seconds, bootstrap)
     try:

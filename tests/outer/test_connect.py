@@ -49,7 +49,7 @@ def test_an_island_that_was_in_the_run_waits_until_an_address_answers(tmp_path: 
 
     async def work() -> None:
         opening = asyncio.create_task(open_network("gloo", settings_of("a", address, tmp_path)))
-        while "so it tries for 10 more minutes" not in caplog.text:  # noqa: ASYNC110 - nobody tells
+        while "so it retries for 10 more minutes" not in caplog.text:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.05)
         rendezvous = serve_rendezvous("127.0.0.1", int(address.rpartition(":")[2]))
         try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outer.config import AT_RENDEZVOUS, OuterConfig
+from outer.config import NETWORKS, OuterConfig
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
@@ -27,7 +27,7 @@ def meeting_place(kind: str) -> Iterator[dict]:
     """The NetworkSettings that islands need to find each other."""
     if kind == "loopback":
         yield {"hub": Hub()}
-    elif kind in AT_RENDEZVOUS:
+    elif NETWORKS[kind].meets_at == "rendezvous":
         rendezvous = serve_rendezvous("127.0.0.1", 0)
         yield {"bootstrap": [rendezvous.address]}
         rendezvous.close()

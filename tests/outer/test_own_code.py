@@ -226,7 +226,7 @@ def test_rounds_with_a_codec_a_rule_and_an_optimizer_of_ones_own_end_in_equal_bi
         ({"coding": {"options": {"a": 1}}}, "codec of your own"),
         ({"merge": {"options": {"a": 1}}}, "a rule of your own"),
         ({"optimizer": {"options": {"a": 1}}}, "rule is null"),
-        ({"optimizer": {"rule": RULE, "delayed": True}}, "delayed and align are of SGD"),
+        ({"optimizer": {"rule": RULE, "delayed": True}}, "delayed and align belong to SGD"),
     ],
 )
 def test_options_without_own_code_are_refused(section: dict, text: str) -> None:

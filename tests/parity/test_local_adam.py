@@ -183,9 +183,9 @@ def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> t
         parts.trainer.step = counted
         program.run(parts)
         count()
-        assert parts.moments is not None
-        for index, held in enumerate(parts.moments.slices):
-            found[held.name, held.rows] = parts.moments.read_all([index])[index].clone()
+        assert parts.participation.moments is not None
+        for index, held in enumerate(parts.participation.moments.slices):
+            found[held.name, held.rows] = parts.participation.moments.read_all([index])[index].clone()
 
     train(config, index, live)
     return found, counts

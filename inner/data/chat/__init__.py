@@ -1,1 +1,2 @@
-"""Conversations as training data: `data.format: chat`. Loss is on the assistant's words only."""
+"""Conversations as training data: `data.format: chat`. The loss counts the assistant's words
+only."""

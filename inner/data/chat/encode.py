@@ -1,4 +1,5 @@
-"""Conversations as coded token ids, packed so that none crosses the border between two sequences."""
+"""Encode conversations as coded token ids, packed so that none crosses the border between two
+sequences."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -11,7 +12,7 @@ from inner.data.chat.templates import TEMPLATES
 
 
 class Encoder(Protocol):
-    """What conversations need of a tokenizer (inner/data/tokenizer.py)."""
+    """The methods of a tokenizer that conversations need (inner/data/tokenizer.py)."""
 
     @property
     def eos_id(self) -> int: ...
@@ -23,10 +24,12 @@ class Encoder(Protocol):
 
 
 def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndarray:
-    """Coded ids of a conversation, int32, with eos as context at the end. `text` is what `to_text` has made.
+    """Return the coded ids of a conversation, int32, with eos as context at the end. `text` is a
+    result of `to_text`.
 
-    They are the ids of the templated text as a whole, as where the model is used. A token that begins before the
-    assistant's words and ends in them is not learned: the model continues after the template's own tokens.
+    The templated text is encoded as a whole, as it is at inference. A token that begins before the
+    assistant's words and ends within them is not learned, because at inference the model continues
+    after the template's own tokens.
     """
     pieces = list(TEMPLATES[template](from_text(text)))
     ids_of_pieces = tokenizer.encode_pieces([(piece.text, piece.is_marker) for piece in pieces])
@@ -36,22 +39,23 @@ def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndar
     ]
     begin = [] if tokenizer.first_id is None else [as_context(np.array([tokenizer.first_id]))]
     if begin and coded and coded[0].tolist() == begin[0].tolist():
-        begin = []  # the template begins with it by itself
+        begin = []  # The template already begins with this id.
     return np.concatenate([*begin, *coded, as_context(np.array([tokenizer.eos_id]))])
 
 
 class Fitted(NamedTuple):
-    """What a sequence holds of a conversation."""
+    """The part of a conversation that is put into a sequence."""
 
     coded: np.ndarray
-    """Empty if nothing of it is learned, as the answers lie behind the end of a sequence."""
+    """The ids that fit; empty if no learned token is among them."""
     is_cut: bool
     learned_share: float
-    """Share of its learned tokens that is left, 0 to 1."""
+    """Share of the conversation's learned tokens that fit, 0 to 1."""
 
 
 def fit(coded: np.ndarray, seq_len: int) -> Fitted:
-    """The beginning of a conversation that one sequence holds, if there is something to learn in it."""
+    """Cut a conversation to the length of one sequence. The result is empty if the cut leaves
+    nothing to learn."""
     if len(coded) <= seq_len:
         return Fitted(coded, is_cut=False, learned_share=1.0)
     left = count_learned(coded[:seq_len])
@@ -60,9 +64,10 @@ def fit(coded: np.ndarray, seq_len: int) -> Fitted:
 
 
 def place(coded: np.ndarray, position: int, seq_len: int) -> np.ndarray:
-    """The conversation, of at most `seq_len` ids, with the padding before it so that it lies within one sequence.
+    """Return the conversation, of at most `seq_len` ids, behind the padding that makes it lie
+    within one sequence.
 
-    `position`: number of ids before it. Sequences begin at multiples of `seq_len`.
+    `position`: number of ids before the padding. Sequences begin at multiples of `seq_len`.
     """
     room = seq_len - position % seq_len
     return coded if len(coded) <= room else np.append(padding(room), coded)
@@ -73,5 +78,6 @@ def padding(length: int) -> np.ndarray:
 
 
 def end_of_sequence(position: int, seq_len: int) -> np.ndarray:
-    """Padding up to the end of the sequence, and the one id that the last sequence has as its last target."""
+    """Return padding up to the end of the sequence, and one more id, which is the last target of
+    the last sequence."""
     return padding(-position % seq_len + 1)

@@ -1,4 +1,5 @@
-"""The messages of a conversation, as datasets have them: role and content, or ShareGPT's from and value."""
+"""The messages of a conversation in the forms of common datasets: role and content, or ShareGPT's
+from and value."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from typing import NamedTuple
 from inner.errors import InputError
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-"""Names of roles in datasets, and ours."""
+"""Names of roles in datasets, and the names for them here."""
 KEYS = (("role", "content"), ("from", "value"))
 ASSISTANT = "assistant"
 
@@ -20,7 +21,8 @@ class Message(NamedTuple):
 
 
 def parse_messages(value: object, where: str) -> list[Message]:
-    """The messages in a field of a row; none if the field is null. Raises InputError if it is anything else."""
+    """Return the messages in a field of a row; none if the field is null. Raises InputError for any
+    other value."""
     if value is None:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -31,19 +33,19 @@ def parse_messages(value: object, where: str) -> list[Message]:
 
 
 def to_text(messages: Sequence[Message]) -> str:
-    """The messages as the text of a document, or "" if no assistant speaks."""
+    """Return the messages as the text of a document, or "" if no message is from an assistant."""
     if not any(message.role == ASSISTANT and message.content for message in messages):
         return ""
     return json.dumps(messages, ensure_ascii=False)
 
 
 def from_text(text: str) -> list[Message]:
-    """The messages of such a text."""
+    """Return the messages of a text that `to_text` returned."""
     return [Message(*message) for message in json.loads(text)]
 
 
 def learned_text(text: str) -> str:
-    """What the assistant says in the messages of such a text."""
+    """Return the assistant's words in the messages of a text that `to_text` returned."""
     return "".join(message.content for message in from_text(text) if message.role == ASSISTANT)
 
 

@@ -1,4 +1,5 @@
-"""Templates: what stands around the messages of a conversation, and which of it the model has to learn to write."""
+"""Templates: the markers around the messages of a conversation, and the parts that the model has to
+learn to write."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +8,8 @@ from inner.data.chat.messages import ASSISTANT, Message
 
 
 class Piece(NamedTuple):
-    """A stretch of a conversation. A marker is one token, if the tokenizer has a special token of this name."""
+    """A piece of a templated conversation. A marker is a single token if the tokenizer has a
+    special token of its name."""
 
     text: str
     is_learned: bool
@@ -15,7 +17,8 @@ class Piece(NamedTuple):
 
 
 def chatml(messages: Sequence[Message]) -> Iterator[Piece]:
-    """<|im_start|>role, a line break, the content, <|im_end|>, a line break: Qwen, and many others."""
+    """Yield messages as <|im_start|>role, line break, content, <|im_end|>, line break. Qwen and
+    other models use this form."""
     for role, content in messages:
         learns = role == ASSISTANT
         yield Piece("<|im_start|>", False, is_marker=True)
@@ -26,7 +29,7 @@ def chatml(messages: Sequence[Message]) -> Iterator[Piece]:
 
 
 def llama3(messages: Sequence[Message]) -> Iterator[Piece]:
-    """The headers of Llama 3."""
+    """Yield messages with the headers of Llama 3."""
     yield Piece("<|begin_of_text|>", False, is_marker=True)
     for role, content in messages:
         learns = role == ASSISTANT
@@ -39,5 +42,6 @@ def llama3(messages: Sequence[Message]) -> Iterator[Piece]:
 
 
 END_MARKERS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-"""The marker that each template puts at the end of a message, with which the model has learned to end its own."""
+"""The marker that each template puts at the end of a message. The model learns to end its messages
+with it."""
 TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[Piece]]] = {"chatml": chatml, "llama3": llama3}

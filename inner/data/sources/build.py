@@ -12,7 +12,8 @@ from inner.errors import InputError
 
 
 def build_source(config: DataConfig) -> Source:
-    """Build the source of `config` without reading anything. Raises InputError if settings contradict each other."""
+    """Build the source of `config` without reading anything. Raises InputError if settings
+    contradict each other."""
     return BUILDERS.get(config.source, build_own_source)(config)
 
 
@@ -28,7 +29,7 @@ def _build_huggingface(config: DataConfig) -> HuggingFaceSource:
 
 
 def text_field_of(config: DataConfig) -> TextField:
-    """The field of rows that `config` reads."""
+    """Return the field of a row that `config` reads."""
     is_chat = config.format == "chat"
     is_default = config.text_field == DataConfig.model_fields["text_field"].default
     return TextField("messages" if is_chat and is_default else config.text_field, is_chat)

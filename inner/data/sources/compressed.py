@@ -1,4 +1,5 @@
-"""Files that hold text in another file: JSON Lines compressed by gzip or zstd, and tar archives (WebDataset's form)."""
+"""Files that contain text in another file: JSON Lines compressed by gzip or zstd, and tar archives
+(WebDataset's form)."""
 
 import gzip
 import io
@@ -23,12 +24,13 @@ from inner.foreign.files import MAX_DOCUMENT_BYTES, open_file, read_at_most
 from inner.foreign.text import parse_json
 
 MAX_HEADER_BYTES = 1 << 20
-"""A longer name or list of attributes of a tar's member is none."""
+"""Largest size of the name or the attributes of a tar member. A larger header is refused."""
 BUFFER_BYTES = 1 << 17
 MAX_ZSTD_WINDOW = 1 << 31
-"""That of `zstd --long=31`, the longest there is."""
+"""The window of `zstd --long=31`, the longest that exists."""
 ZSTD_READ_BYTES = 1 << 12
-"""Compressed bytes that are decompressed at once: they become 128 MiB at the most, since 4 bytes become 128 KiB."""
+"""Number of compressed bytes that are decompressed at a time. At most 128 MiB come out, because 4
+bytes can become 128 KiB."""
 
 
 class Row(NamedTuple):
@@ -41,35 +43,38 @@ class Row(NamedTuple):
     number: int = 0
     """Number of the row in the file."""
     offset: int = 0
-    """Where it begins in the file, in bytes; 0 where one cannot begin there."""
+    """Offset of the row in the file, in bytes; 0 if reading cannot begin there."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name says that the file is compressed in a form that `open_lines` reads."""
+    """Return whether the name says that the file is compressed in a form that `open_lines`
+    reads."""
     return path.name.lower().endswith((".gz", ".zst"))
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a file, decompressed. Raises InputError if it is damaged or larger than one text may be."""
+    """Return the content of a file, decompressed. Raises InputError if it is damaged or larger than
+    a document may be."""
     with open_lines(path) as (lines, raw):
-        # A sparse file has any size, and nothing of it is read.
+        # Check the size first: a sparse file can have any size without taking space on the disk.
         is_longer = lines is raw and path.stat().st_size > MAX_DOCUMENT_BYTES
         data = b"" if is_longer else read_at_most(lines, MAX_DOCUMENT_BYTES + 1)
     if is_longer or len(data) > MAX_DOCUMENT_BYTES:
-        raise InputError(f"{path}: is read whole and has more than {MAX_DOCUMENT_BYTES} bytes; write it as .jsonl")
+        raise InputError(f"{path}: is one document and has more than {MAX_DOCUMENT_BYTES} bytes; write it as .jsonl")
     return data
 
 
 @contextmanager
 def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The lines of a file, decompressed if it ends in .gz or .zst, and the file itself, whose position tells how far.
+    """Yield the lines of a file, decompressed if it ends in .gz or .zst, and the file itself, whose
+    position shows progress.
 
     Raises InputError if it is damaged or cut off.
     """
     try:
         with open_file(path) as raw:
             if is_compressed(path) and not path.stat().st_size:
-                raise EOFError("it is empty, and even compressed nothing has some bytes")
+                raise EOFError("it is empty, but a compressed file has a header even without content")
             if path.suffix.lower() == ".gz":
                 with io.BufferedReader(gzip.open(raw), BUFFER_BYTES) as lines:  # pyright: ignore[reportArgumentType]
                     yield cast(IO[bytes], lines), raw
@@ -84,7 +89,8 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 @contextmanager
 def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The decompressed content of a file in zstd's form. Raises InputError if it is damaged or cut off."""
+    """Yield the decompressed content of a zstd file. Raises InputError if it is damaged or cut
+    off."""
     import zstandard
 
     try:
@@ -95,9 +101,10 @@ def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 class ZstdReader(io.RawIOBase):
-    """The decompressed content of all frames of a file. Raises EOFError if the last one is cut off.
+    """The decompressed content of all frames of a file. Raises EOFError if the last frame is cut
+    off.
 
-    The library's own reader takes a frame that is cut off for one that has ended.
+    The library's own reader is not used, because it treats a frame that is cut off as complete.
     """
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -136,17 +143,18 @@ ADDS_TO_A_HEADER = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
 )
-"""Types of members that are part of the next header, and read whole."""
+"""Types of members that belong to the next member's header. They are read whole."""
 
 
 class WholeTar(tarfile.TarFile):
-    """A tar archive, or several one after the other, whose end must be there.
+    """One or several concatenated tar archives, the last of which must have an end marker.
 
-    Python's own reader takes a header that is damaged or missing for the end.
+    Python's own reader is not enough, because it treats a damaged or missing header as the end of
+    the archive.
     """
 
     has_end = False
-    """Whether the last header was one of zeros, which ends an archive."""
+    """Whether the last header consisted of zeros, which mark the end of an archive."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "ignore_zeros": True, "tarinfo": WholeTarInfo})
@@ -157,7 +165,8 @@ class WholeTarInfo(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Self:
-        """The member with this header. Raises ReadError if what it adds to the next header is longer than one is."""
+        """Parse a header into a member. Raises ReadError if the member would add too many bytes to
+        the next header."""
         member = super().frombuf(buf, encoding, errors)
         if member.type in ADDS_TO_A_HEADER and member.size > MAX_HEADER_BYTES:
             raise ReadError(f"a header has {member.size} bytes; at most {MAX_HEADER_BYTES} are read")
@@ -165,7 +174,8 @@ class WholeTarInfo(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:
-        """The member whose header is next. Raises ReadError if it is damaged, or the archive has no end."""
+        """Read the next header and return its member. Raises ReadError if it is damaged or the
+        archive has no end marker."""
         try:
             member = super().fromtarfile(tarfile)
         except EOFHeaderError:
@@ -180,7 +190,8 @@ class WholeTarInfo(tarfile.TarInfo):
 
 
 def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[Row]:
-    """The row of each text in an archive, from member `first` on: .txt members, and a field of .json members."""
+    """Yield a row for each text in an archive, from member `first` on: .txt members, and a field of
+    .json members."""
     size = path.stat().st_size
     try:
         with open_file(path) as raw, WholeTar.open(fileobj=raw, mode="r:*") as archive:
@@ -193,7 +204,8 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive. It forgets them: the headers of a small compressed archive may be millions."""
+    """Yield the members of an archive, and delete them from its list: a small compressed archive
+    may have millions of headers."""
     while (member := archive.next()) is not None:
         archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
         yield member
@@ -203,7 +215,7 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, 
     if member.size > MAX_DOCUMENT_BYTES:
         raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
     file = archive.extractfile(member)
-    assert file is not None, "it is a regular file"
+    assert file is not None, "a member that is read must be a regular file"
     try:
         data = file.read()
         row = parse_json(data) if member.name.lower().endswith(".json") else {field.name: data.decode("utf-8")}

@@ -1,4 +1,4 @@
-"""The Source protocol and the documents that sources yield, each with a stable key."""
+"""The Source protocol, and the documents that sources yield, each with a stable key."""
 
 import hashlib
 import logging
@@ -13,9 +13,9 @@ from inner.errors import InputError
 log = logging.getLogger(__name__)
 
 Place = list[int]
-"""A place in a source, in numbers that the source itself understands; it is kept in JSON."""
+"""A place in a source, as numbers that only the source itself interprets. It is stored as JSON."""
 MIN_CUT_CHARACTERS = 1000
-"""A shorter text is not cut in two."""
+"""A text with fewer characters is not cut in two."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,14 @@ class Document:
     key: str
     text: str
     share: float | None = None
-    """Share of the source that has been read up to the end of this document, 0 to 1; None if unknown."""
+    """Share of the source that has been read up to the end of this document, 0 to 1; None if
+    unknown."""
     is_end: bool = False
-    """Whether it is the end of a longer text, which is held out whatever its key says: see `hold_out_an_end`."""
+    """Whether this is the end of a longer text, which is held out regardless of its key, see
+    `hold_out_an_end`."""
     place: Place | None = None
-    """From where the source can read on with this document; None if only from its beginning."""
+    """The place from which the source can continue with this document; None if it can only start
+    from its beginning."""
 
 
 class Source(Protocol):
@@ -42,40 +45,45 @@ class Source(Protocol):
     """
 
     def fingerprint(self) -> object:
-        """JSON values that, together with the config, identify the text; needs no network."""
+        """Return JSON values that, together with the config, identify the text. Needs no
+        network."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents in a fixed order; none is empty. Raises InputError if there are none or one is broken."""
+        """Yield all documents in a fixed order. No document is empty. Raises InputError if there is
+        none or one is broken."""
         ...
 
 
 @runtime_checkable
 class SeekableSource(Protocol):
-    """A source that can begin in its middle."""
+    """A source that can start reading in the middle."""
 
     def documents_from(self, place: Place) -> Iterator[Document]:
-        """Yield the document at a place that `documents` has given, and those after it."""
+        """Yield the document at a place that `documents` has given, and all documents after it."""
         ...
 
 
 def read_from(source: Source, number: int, place: Place | None) -> Iterator[Document]:
-    """The documents of a source from `number` on; from its beginning only where `place` cannot be found otherwise."""
+    """Yield the documents of a source from `number` on. Skips documents from the beginning if the
+    source cannot seek to `place`."""
     if place is not None and isinstance(source, SeekableSource):
         return source.documents_from(place)
     return islice(source.documents(), number, None)
 
 
 def is_heldout(key: str, heldout_fraction: float) -> bool:
-    """Whether a document is held out. The key alone decides, so every machine and every run agree."""
+    """Return whether a document is held out. Only the key decides, so all machines and runs
+    agree."""
     value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
     return value / 2**64 < heldout_fraction
 
 
 def hold_out_an_end(documents: Iterable[Document], heldout_fraction: float) -> Iterator[Document]:
-    """Yield the documents, of which the last one is cut in two if none is held out: its end then is.
+    """Yield the documents. If none of them is held out, cut the last one in two and hold out its
+    end.
 
-    So one long text can be trained on as it is.
+    A single long text can therefore be trained on without preparation.
     """
     has_heldout, last = False, None
     for document in documents:
@@ -89,10 +97,13 @@ def hold_out_an_end(documents: Iterable[Document], heldout_fraction: float) -> I
 
 
 def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Document]:
-    """The beginning of a text and its last `heldout_fraction`, which begins a line if there are lines."""
+    """Return the beginning of a text and its last `heldout_fraction`, which starts at the beginning
+    of a line if possible."""
     text, at = document.text, int(len(document.text) * (1 - heldout_fraction))
     at = text.rfind("\n", 1, at) + 1 or max(at, 1)
-    log.info("no whole document is held out, so the last %d characters of %s are", len(text) - at, document.key)
+    log.info(
+        "no whole document is held out, so the last %d characters of %s are held out", len(text) - at, document.key
+    )
     end = Document(f"{document.key}#end", text[at:], document.share, is_end=True)
     return replace(document, text=text[:at]), end
 
@@ -105,7 +116,8 @@ class TextField(NamedTuple):
 
 
 def row_text(row: Mapping[str, object], field: TextField, where: str) -> str:
-    """Text of a row, empty if it is null. A conversation becomes the text of its messages (inner/data/chat).
+    """Return the text of a row, empty if it is null. A conversation becomes the text of its
+    messages (inner/data/chat).
 
     Raises InputError, naming the existing fields, if the field is missing.
     """

@@ -17,29 +17,31 @@ from inner.foreign.files import MAX_DOCUMENT_BYTES, open_file
 log = logging.getLogger(__name__)
 
 ROWS_PER_READ = 64
-"""Of a Parquet file. More are read no faster."""
+"""Number of rows of a Parquet file that are read at a time. A larger number is not faster."""
 PAGE_HEADER_BYTES = 16
 PAGE_FIELD = 0x15
-"""The next field of a struct, an int32."""
+"""First byte of each field of a page header: the next field of the struct, of type int32."""
 DICTIONARY_PAGE = 2
 READER = 2
-"""Grows when the same files are read as another text, so that what an earlier reader made of them is not used."""
+"""Version of this reader. It grows when the same files give a different text, so that the output of
+an older version is not used."""
 
 
 @dataclass(frozen=True)
 class FilesSource:
-    """Local files. One of JSON, Parquet or tar holds many documents; any other UTF-8 file is one."""
+    """Local files. A JSON, Parquet or tar file contains many documents; any other UTF-8 file is one
+    document."""
 
     paths: tuple[str, ...]
     field: TextField
 
     def fingerprint(self) -> object:
-        """Path, size and modification time of every file, and the number of the reader."""
+        """Return path, size and modification time of every file, and the version of the reader."""
         files = [path for _, path in self._files()]
         return [READER, *([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files)]
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in the order of `paths`, and sorted by path within a folder or pattern."""
+        """Yield documents in the order of `paths`, sorted by path within a folder or pattern."""
         found = False
         for document in self.documents_from([0, 0, 0]):
             found = True
@@ -51,7 +53,8 @@ class FilesSource:
             )
 
     def documents_from(self, place: Place) -> Iterator[Document]:
-        """The documents from one on, by the number of its file, and its row and first byte in that file."""
+        """Yield the documents from `place` on. A place is the number of a file, and a row and its
+        first byte in the file."""
         first_file, first_row, first_byte = place
         files, again, left_out = self._find()
         sizes = [path.stat().st_size for _, path in files]
@@ -67,13 +70,17 @@ class FilesSource:
         finally:
             _report(skipped, "not UTF-8 text and skipped")
             _report(again, "named more than once in data.paths and read once")
-            _report(left_out, "about the data beside it and left out; name it in data.paths to read it")
+            _report(
+                left_out,
+                "left out because its name says that it describes the data beside it; name it in data.paths to read it",
+            )
 
     def _files(self) -> list[tuple[str, Path]]:
         return self._find()[0]
 
     def _find(self) -> tuple[list[tuple[str, Path]], list[Path], list[Path]]:
-        """(key, path) of the files to read, the paths that name one of them again, and those of files left out."""
+        """Return (key, path) of the files to read, the paths that name one of them again, and the
+        files that are left out."""
         if not self.paths:
             raise InputError(
                 "data.source=files needs data.paths, got none; "
@@ -82,20 +89,21 @@ class FilesSource:
         found = [leave_out_companions(find_files(entry)) for entry in self.paths]
         files, again = distinct(file for kept, _ in found for file in kept)
         for _, path in files:
-            # Refuses a form that is not read before the first file is, and not after hours.
+            # Refuse unsupported formats now, before the first file is read, and not after hours.
             format_of(path)
         read = {path for _, path in files}
         return files, again, [path for _, left_out in found for path in left_out if path not in read]
 
 
 def _rows_of(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
-    """`_read_rows`, whose every error is InputError."""
+    """Yield the rows of `_read_rows`, and turn every error into InputError."""
     with refused(f"{path}: cannot be read"):
         yield from _read_rows(key, path, field, start, skipped)
 
 
 def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
-    """The rows of a file from one on, by its number and first byte. A file that is no text is added to `skipped`."""
+    """Yield the rows of a file from `start` on: a row's number and first byte. A file that is not
+    text is added to `skipped`."""
     match format_of(path):
         case "lines":
             return jsonl_rows(key, path, field, start)
@@ -111,11 +119,11 @@ def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], s
 
 def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> Iterator[Row]:
     if field.is_chat:
-        raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
+        raise InputError(f"{path}: a text file cannot hold conversations; name .jsonl, .parquet or .tar files only")
     try:
         yield Row(key, read_whole(path).decode("utf-8"), 1.0)
     except UnicodeDecodeError:
-        # Folders of text often contain a few images, which are no reason to stop.
+        # Folders of text often contain a few images, which should not stop the run.
         skipped.append(path)
 
 
@@ -127,7 +135,8 @@ def _report(paths: list[Path], what: str) -> None:
 
 
 def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
-    # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
+    # Imported here because pyarrow takes half a second to import, and only reading Parquet needs
+    # it.
     import pyarrow.parquet
 
     with refused(f"{path}: cannot be read as Parquet"), pyarrow.parquet.ParquetFile(path) as file:
@@ -144,9 +153,10 @@ def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterato
 
 
 def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
-    """How many rows of a ParquetFile fit into memory, however often they repeat their longest value.
+    """Return how many rows of a ParquetFile can be read at a time without filling the memory.
 
-    Raises InputError if not even one does.
+    A file may store a long value once and repeat it in every row. Raises InputError if even one row
+    does not fit.
     """
     groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
     columns = (group.column(number) for group in groups for number in range(group.num_columns))
@@ -159,7 +169,8 @@ def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
 
 
 def _longest_value(raw: IO[bytes], chunk: Any) -> int:
-    """The most bytes of a value that a column chunk may store once and repeat; 0 if it repeats none."""
+    """Return the size in bytes of the longest value that a column chunk may store once and repeat;
+    0 if it repeats none."""
     repeats = set(chunk.encodings) - {"PLAIN", "RLE", "BIT_PACKED", "RLE_DICTIONARY", "PLAIN_DICTIONARY"}
     first = chunk.dictionary_page_offset or chunk.data_page_offset
     raw.seek(min(first, chunk.data_page_offset))
@@ -168,9 +179,11 @@ def _longest_value(raw: IO[bytes], chunk: Any) -> int:
 
 
 def _parse_page_header(header: bytes) -> tuple[bool, int]:
-    """Whether a page of Parquet is a dictionary, and its bytes when it is decompressed. Raises ValueError.
+    """Return whether a Parquet page is a dictionary, and its decompressed size in bytes. Raises
+    ValueError.
 
-    The header is a struct in Thrift's compact form: a byte for field and type, and a number of 7 bits a byte, in turn.
+    The header is a struct in Thrift's compact format: in turn, a byte for field and type, and a
+    number with 7 bits per byte.
     """
     numbers, at = [], 0
     for _ in ("type", "size"):
@@ -185,7 +198,8 @@ def _parse_page_header(header: bytes) -> tuple[bool, int]:
 
 
 def _row_groups_from(sizes: list[int], first: int) -> tuple[list[int], int]:
-    """The row groups that hold row `first` and those after it, and the number of their first row."""
+    """Return the row groups from the one that contains row `first` on, and the number of their
+    first row."""
     ends = list(itertools.accumulate(sizes))
     group = next((number for number, end in enumerate(ends) if end > first), len(sizes))
     return list(range(group, len(sizes))), sum(sizes[:group])

@@ -1,6 +1,7 @@
-"""Finds the files that an entry of data.paths names, and says by the end of a name what a file holds.
+"""Find the files that an entry of data.paths names, and recognise their format by the end of their
+names.
 
-docs/data.md has the table of what is read.
+docs/data.md has a table of the formats.
 """
 
 import glob
@@ -28,18 +29,21 @@ TABLES = tuple(
 PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar.zst", ".parquet.gz", ".parquet.zst")
 
 ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog")
-"""Names, without what follows the first dot, of texts that describe the data beside them."""
+"""File names, up to the first dot, of texts that describe the data beside them."""
 SETTINGS_OF_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "croissant.json", "state.json")
 
 
 def find_files(entry: str) -> list[tuple[str, Path]]:
-    """(key, path) of the files that match one entry of data.paths. Raises InputError if there are none.
+    """Return (key, path) of the files that match one entry of data.paths. Raises InputError if
+    there are none.
 
-    Keys are relative to the literal part of the entry, so islands that keep the same folder in different places hold
-    out the same files:
+    Keys are relative to the literal part of the entry, so islands that keep the same folder in
+    different places hold out the same files:
+
         data/a.txt -> a.txt      data -> sub/a.txt      data/*/a.txt -> sub/a.txt
-    Folders behind symbolic links are read too. A file that can be reached in several ways is there once, by the
-    shortest.
+
+    Folders behind symbolic links are read, too. A file that can be reached by several paths is
+    returned once, with the shortest path.
     """
     path = home_path(entry, "data.paths")
     if path.is_file():
@@ -50,12 +54,13 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
         literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
     if path.exists():
-        raise InputError(f"data.paths: {entry!r} is a FIFO, a device or a socket; write what comes out of it to a file")
+        raise InputError(f"data.paths: {entry!r} is a FIFO, a device or a socket; write its output to a file")
     raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
 
 
 def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
-    """(key, path) of each file where it comes first, by its real path, and the paths of those that come again."""
+    """Return (key, path) of each file at its first occurrence, by its real path, and the paths of
+    all later occurrences."""
     first, again = {}, []
     for key, path in files:
         real = path.resolve()
@@ -67,7 +72,8 @@ def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]],
 
 
 def _walk(folder: Path) -> list[Path]:
-    """The files in a folder and below it, without hidden ones. Each folder is entered once, by its shortest path."""
+    """Return all files in a folder and its subfolders, except hidden ones. Each folder is read
+    once, by its shortest path."""
     files, level, entered = [], [folder], set()
     while level:
         below = []
@@ -84,7 +90,9 @@ def _list(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError as error:
-        raise InputError(f"data.paths: the folder {str(folder)!r} cannot be listed ({error}); allow it") from error
+        raise InputError(
+            f"data.paths: the folder {str(folder)!r} cannot be listed ({error}); give this user permission to read it"
+        ) from error
 
 
 def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
@@ -105,17 +113,19 @@ def _is_hidden(key: Path) -> bool:
 
 
 def _is_cached(folder: Path, key: Path) -> bool:
-    """Whether the file lies in a cache below the folder, such as this program's own island.cache_dir."""
+    """Return whether the file lies in a cache below the folder, such as this program's own
+    island.cache_dir."""
     return any((folder / parent / CACHE_TAG).exists() for parent in key.parents if parent.parts)
 
 
 def format_of(path: Path) -> Format:
-    """How the file is read; `text` by default. Raises InputError for data in a form that is not read."""
+    """Return how the file is read; `text` by default. Raises InputError for a data format that is
+    not supported."""
     name = path.name.lower()
     if name.endswith(TABLES):
-        _refuse(path, "a table in this form", "write it as .jsonl or .parquet")
+        _refuse(path, "a table in this format", "write it as .jsonl or .parquet")
     if name.endswith(PACKED):
-        _refuse(path, "a file packed in this form", "unpack it, or write it as .jsonl.gz, .jsonl.zst or .tar.gz")
+        _refuse(path, "a file compressed in this format", "unpack it, or write it as .jsonl.gz, .jsonl.zst or .tar.gz")
     for end, rows in ROWS.items():
         if name.endswith(end):
             return rows
@@ -123,7 +133,8 @@ def format_of(path: Path) -> Format:
 
 
 def leave_out_companions(files: list[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
-    """(key, path) of the files to read, and those left out: texts that describe the data files among them."""
+    """Return (key, path) of the files to read, and the files to leave out, which are texts that
+    describe the data beside them."""
     companions = [path for _, path in files if _is_companion(path)]
     if not _have_rows(path for _, path in files if path not in companions):
         return files, []

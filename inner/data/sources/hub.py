@@ -1,4 +1,4 @@
-"""A quick check that the Hugging Face hub has a repository, before anything waits for a download."""
+"""Quickly check that the Hugging Face hub has a repository, before a download begins."""
 
 from typing import Literal
 
@@ -8,9 +8,11 @@ HUB_TIMEOUT_SECONDS = 10.0
 
 
 def require_on_hub(kind: Literal["dataset", "model"], name: str, cure: str) -> str | None:
-    """The newest commit of `name` on the hub; None in offline mode. Raises InputError if it is missing or unreachable.
+    """Return the newest commit of `name` on the hub; None in offline mode. Raises InputError if it
+    is missing or unreachable.
 
-    The hub's own loading code retries for half a minute without a network, whereas this asks once.
+    The hub's own loading code would retry for half a minute without a network. This function tries
+    once.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -22,7 +24,8 @@ def require_on_hub(kind: Literal["dataset", "model"], name: str, cure: str) -> s
     try:
         return fetch_info(name, timeout=HUB_TIMEOUT_SECONDS).sha
     except Exception as error:
-        # The hub's HTTP library, and with it the type of exception, changes between versions.
+        # Catch all exceptions: the hub's HTTP library, and with it their type, changes between
+        # versions.
         raise InputError(
             f"{kind} {name!r} cannot be reached on the Hugging Face hub: {summarise(error)}; {cure}"
         ) from error

@@ -1,8 +1,10 @@
-"""A data set of the Hugging Face hub, opened so that all of its data is in its own repository.
+"""Open a dataset of the Hugging Face hub, and make sure that all of its data is in its own
+repository.
 
-The library `datasets` takes some names for readers of the files in the working folder, and the card of a repository may
-name files of this machine, or addresses inside its network, as the data. A run's config may come from a swarm and a
-repository from anybody, so such names are refused before anything is read.
+The library `datasets` treats some names as readers for files in the working folder. The card of a
+repository may name files of this machine, or addresses inside its network, as the data. A run's
+config may come from a swarm and a repository from anybody, so such names are refused before
+anything is read.
 """
 
 import re
@@ -20,32 +22,35 @@ arrow audiofolder cache conll csv eval fasta fastq generator genbank harbor hdf5
 meshfolder mmcif niftifolder pandas parquet pdb pdffolder spark sql text tsfile videofolder vortex webdataset xml
 """
 READERS_OF_FILES = frozenset(_NAMES.split())
-"""Names that `datasets` does not look for on the hub. A test compares them with the installed version."""
+"""Names that `datasets` treats as readers of local files instead of looking for them on the hub. A
+test compares them with the installed version."""
 CSV_CHARACTERS = frozenset({"sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands"})
-"""Settings of the reader of CSV whose value is a character, such as a backslash, and no place."""
+"""Settings of the CSV reader whose value is a character, such as a backslash, and not a path."""
 CARD, SETTINGS = "README.md", ".huggingface.yaml"
-"""The files of a repository that say which files are the data; the second replaces values of the first."""
+"""The files of a repository that say which files are the data. Values of the second replace values
+of the first."""
 MAX_CARD_BYTES = 1 << 22
 CURE = "use another dataset"
 _FRONT_MATTER = re.compile(r"\s*---(?:\r\n|\r|\n)(.*?)(?:\r\n|\r|\n)---", re.DOTALL)
 
 
 def check_dataset_name(name: str) -> None:
-    """Raise InputError if `datasets` takes the name for a reader of files here."""
+    """Raise InputError if `datasets` would treat the name as a reader of local files."""
     if name in READERS_OF_FILES:
         raise InputError(
-            f"data.dataset: {name!r} is no dataset but what the library datasets calls its reader of such files; for "
+            f"data.dataset: {name!r} is not a dataset, but a file reader of the library `datasets`; for "
             "files use data.source=files and data.paths, and for a dataset of the hub the whole name, OWNER/NAME"
         )
 
 
 def stream_dataset(name: str, folder: Path | None, config: str | None, split: str, cure: str) -> Any:
-    """The rows of a split as an IterableDataset, of a repository on the hub or a folder with the files of one.
+    """Return the rows of a split as an IterableDataset, from a repository on the hub or a local
+    folder with its files.
 
-    Raises InputError, and whatever `datasets` raises. Images and recordings stay undecoded: what decodes them opens any
-    path that a row names.
+    Raises InputError, and any error of `datasets`. Images and recordings are not decoded, because
+    decoders open any path that a row names.
     """
-    # Imported here because datasets takes a second, which only readers of a dataset should pay.
+    # Imported here because datasets takes a second to import, and only reading a dataset needs it.
     import datasets
 
     revision = None
@@ -62,25 +67,26 @@ def stream_dataset(name: str, folder: Path | None, config: str | None, split: st
 
 
 def _fetch(name: str, file: str, revision: str | None) -> Path | None:
-    """Where a file of the repository lies in the cache, fetched if it was not there; None if there is none."""
+    """Return the cached path of a file of the repository, fetched if necessary; None if the
+    repository has no such file."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
         return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except EntryNotFoundError:  # Offline it is the same error: what is not in the cache cannot be read then.
+    except EntryNotFoundError:  # Also raised offline for a file that is not in the cache.
         return None
 
 
 def check_card(name: str, path: Path | None) -> None:
-    """Raise InputError if this file of a repository, if it is there, names data outside of the repository."""
+    """Raise InputError if this file exists and names data outside of its repository."""
     if path is not None and path.is_file():
         text = read_file(path, MAX_CARD_BYTES, CURE).decode(errors="replace")
         check_settings(name, path.name, text if path.name == SETTINGS else front_matter(text))
 
 
 def front_matter(text: str) -> str:
-    """The YAML at the beginning of a card; empty if there is none."""
+    """Return the YAML at the beginning of a card; empty if there is none."""
     match = _FRONT_MATTER.match(text)
     return match[1] if match else ""
 
@@ -101,7 +107,8 @@ def check_settings(name: str, file: str, text: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """All texts in a value of YAML, and in what it holds, but for the single characters that divide a CSV's fields."""
+    """Yield all texts in a YAML value, also in nested values. Leaves out settings of the CSV reader
+    that are characters."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -114,12 +121,14 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def leads_outside(place: str) -> bool:
-    """Whether a pattern of files is one of an address, of a folder above, or of a place on this machine."""
+    """Return whether a file pattern is a URL, leads to a parent folder, or is a path on this
+    machine."""
     return "://" in place or "::" in place or place.startswith(("/", "~", "\\")) or ".." in PurePosixPath(place).parts
 
 
 def check_data_files(name: str, files: Mapping[str, list[str]]) -> None:
-    """Raise InputError if one of the files that `datasets` has found, by split, is not in the repository."""
+    """Raise InputError if one of the files that `datasets` has found for a split is not in the
+    repository."""
     for place in (place for found in files.values() for place in found):
         if not str(place).startswith(f"hf://datasets/{name}@"):
             raise InputError(f"dataset {name!r}: its data would be read from {str(place)[:200]!r}; {CURE}")

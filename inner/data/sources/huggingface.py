@@ -27,16 +27,16 @@ FROM_THE_BEGINNING = 0, 0
 
 
 class RowPlace(NamedTuple):
-    """Where a row is."""
+    """The place of a row in a split."""
 
     number: int
-    """In the whole split."""
+    """Number of the row in the whole split."""
     file: int
-    """Number of its file; -1 where the library does not tell."""
+    """Number of the file with the row; -1 if the library does not report it."""
     row: int
-    """In its file."""
+    """Number of the row in its file."""
     checksum: int
-    """CRC-32 of its text."""
+    """CRC-32 of the row's text."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,16 @@ class HuggingFaceSource:
     field: TextField
 
     def fingerprint(self) -> object:
-        """Path, size and modification time of the files of a local dataset; None for a dataset on the hub."""
+        """Return path, size and modification time of the files of a local dataset; None for a
+        dataset on the hub."""
         if not self._is_local():
             return None
         stats = [(key, path.stat()) for key, path in find_files(self.dataset)]
         return [[key, stat.st_size, stat.st_mtime_ns] for key, stat in stats]
 
     def documents(self) -> Iterator[Document]:
-        """Yield one document per row. Its key has the dataset's name, split and row, but not its location on disk."""
+        """Yield one document per row. Its key contains the dataset's name, split and row, but not
+        its location on disk."""
         found = False
         for _, document in self._documents(0, FROM_THE_BEGINNING):
             if document.text:
@@ -66,9 +68,11 @@ class HuggingFaceSource:
             raise InputError(f"dataset {self._name}: the split holds no text; choose another data.split")
 
     def documents_from(self, place: Place) -> Iterator[Document]:
-        """The document at a place and those after it. Files before its own are not read.
+        """Yield the document at a place and all documents after it. Earlier files are not read.
 
-        What is found there must be what was there: which file a row is of is known from inside of a library.
+        The row found at the place must be the one that was there before; otherwise all rows are
+        read from the beginning. This is checked because file numbers come from internal state of
+        the library.
         """
         wanted = RowPlace(*place)
         with closing(self._documents(wanted.number, (wanted.file, wanted.row))) as found:
@@ -77,12 +81,15 @@ class HuggingFaceSource:
                 yield first[1]
                 yield from (document for _, document in found if document.text)
                 return
-        log.warning("dataset %s: row %d is at another place now; reading from the beginning", self._name, wanted.number)
+        log.warning(
+            "dataset %s: row %d has moved to another place; reading from the beginning", self._name, wanted.number
+        )
         all_rows = islice(self._documents(0, FROM_THE_BEGINNING), wanted.number, None)
         yield from (document for _, document in all_rows if document.text)
 
     def _documents(self, number: int, begin: tuple[int, int]) -> Generator[tuple[RowPlace, Document], None, None]:
-        """The rows from a file and a row in it on, with empty ones; the first has this number."""
+        """Yield all rows, also empty ones, from `begin` on, which is a file and a row in it.
+        `number`: number of the first row."""
         with closing(self._rows(*begin)) as rows:
             for row_number, (file, row_in_file, row) in enumerate(rows, start=number):
                 text = row_text(row, self.field, f"dataset {self._name}, row {row_number}")
@@ -95,7 +102,7 @@ class HuggingFaceSource:
         return "/".join(filter(None, [name, self.dataset_config, self.split]))
 
     def _rows(self, file: int, row: int) -> Generator[tuple[int, int, Mapping[str, object]], None, None]:
-        """(number of the file, of the row in it, row) from one on."""
+        """Yield (file number, row number in the file, row) from a row of a file on."""
         where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
         try:
             # Builders, file systems and HTTP libraries each raise exceptions of their own.
@@ -118,7 +125,8 @@ class HuggingFaceSource:
 
 
 def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[int, int, Mapping[str, object]]]:
-    """The rows of an IterableDataset, with the numbers of their file and in it. Those before are passed over."""
+    """Yield (file number, row number in the file, row) of an IterableDataset from a row of a file
+    on."""
     if first_file:
         _files_of(state := stream.state_dict())["shard_idx"] = first_file
         stream.load_state_dict(state)
@@ -130,7 +138,8 @@ def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[i
 
 
 def _files_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of an IterableDataset's state that counts files: what it reads from is within what it makes of that."""
+    """Return the part of an IterableDataset's state that counts files. It is the innermost of the
+    nested states."""
     while isinstance(state.get("examples_iterable"), dict):
         state = state["examples_iterable"]
     return state

@@ -1,4 +1,4 @@
-"""Rows in JSON: one object a line, or an array of objects."""
+"""Rows in JSON: one object per line, or an array of objects."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from inner.foreign.text import parse_json
 
 
 def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
-    """A row per line, from one on, by its number and first byte. Raises InputError if a line is no object."""
+    """Yield a row per line, from `start` on: a row's number and first byte. Raises InputError if a
+    line is not an object."""
     size = path.stat().st_size
     first, offset = start
     with open_lines(path) as (lines, raw):
@@ -32,7 +33,8 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
 
 
 def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
-    """The rows of a .json file: the items of its array, or its lines as of a .jsonl file, or its one object."""
+    """Yield the rows of a .json file: the items of its array, its lines as in a .jsonl file, or its
+    only object."""
     if _begins_with_a_row(path):
         return jsonl_rows(key, path, field, start)
     return _item_rows(key, path, field, start[0])
@@ -55,7 +57,7 @@ def _too_long(path: Path, number: int) -> InputError:
 
 
 def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
-    content = _parse(read_whole(path), str(path), "a .json file holds an array of objects, or one object a line")
+    content = _parse(read_whole(path), str(path), "a .json file holds an array of objects, or one object per line")
     items = content if isinstance(content, list) else [content]
     for number, item in itertools.islice(enumerate(items), first, None):
         where = f"{path}, item {number + 1}"

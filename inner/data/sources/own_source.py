@@ -1,25 +1,25 @@
-"""An own source of documents, named by its import path, and what is tried with it before a run starts.
+"""An own source of documents, named by its import path, and the checks of it before a run starts.
 
 `data.source: my_package.sources:Papers` is a class or function. It is called as
 
     Papers(**data.options)                        or, with data.paths,  Papers(paths=[...], **data.options)
 
-and gives an object with two methods:
+and returns an object with two methods:
 
     fingerprint() -> JSON value       changes when the text does; needs no network
     documents() -> iterator           of pairs (key, text), both str, in a fixed order
 
-What it must keep to:
+Requirements:
 
-- Each call of `documents()` yields the same pairs in the same order, in every process and on every island. A
-  preparation that was killed goes on after the documents that it has, by their number.
-- It may have a third method, `documents_from(number)`, which yields the pair of this number, counted from 0, and those
-  after it. Where text is read in shards (`data.order: shards`) it is called after a restart. Without it all pairs
-  before are read again, though not tokenised.
+- Each call of `documents()` yields the same pairs in the same order, in every process and on every island. When a
+  preparation was killed, the next one skips the documents that are already prepared, by their number.
+- It may have a third method, `documents_from(number)`, which yields the pair with this number, counted from 0, and all
+  pairs after it. If text is read in shards (`data.order: shards`) it is called after a restart. Without it all earlier
+  pairs are read again, though not tokenised.
 - A key is unique and the same on every island, for example a relative path: its hash decides whether a document is
   held out.
-- What lies in different places on different machines comes by `paths`. Options come from the run's config, which a
-  joiner gets from a swarm.
+- Locations that differ between machines are passed in `paths`. Options come from the run's config, which a joiner gets
+  from a swarm.
 """
 
 import json
@@ -35,28 +35,30 @@ from inner.import_path import call_text, load, source_sha256
 
 KEY = "data.source"
 NUM_TRIED = 100
-"""Documents that are read twice before a run starts."""
+"""Number of documents that are read twice before a run starts."""
 
 
 @dataclass(frozen=True)
 class OwnSource:
-    """An own source with the interface of ours."""
+    """An own source with the interface of the built-in sources."""
 
     path: str
     source: Any
-    """What the import path names has made."""
+    """The object that the class or function of the import path returned."""
 
     def fingerprint(self) -> object:
-        """The source's own, and the hash of its file: other code may read other text."""
+        """Return the source's own fingerprint and the hash of its file, because changed code may
+        read another text."""
         own = self._call("fingerprint")
         try:
             json.dumps(own)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{KEY}: fingerprint() of {self.path} is no JSON value ({error})") from error
+            raise InputError(f"{KEY}: fingerprint() of {self.path} is not a JSON value ({error})") from error
         return [own, source_sha256(self.path, KEY)]
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents that are not empty. Raises InputError if one is no pair of texts or there is none."""
+        """Yield all documents that are not empty. Raises InputError if an item is not a pair of
+        texts or there are no documents."""
         found = False
         for document in self._read(0, "documents"):
             found = True
@@ -65,13 +67,13 @@ class OwnSource:
             raise InputError(f"{KEY}: {self.path} has no document with text; see data.options and data.paths")
 
     def documents_from(self, place: Place) -> Iterator[Document]:
-        """The documents from one on, by the number of its pair."""
+        """Yield the documents from `place` on, which is the number of a pair."""
         (number,) = place
         return self._read(number, "documents_from", number)
 
     @property
     def can_seek(self) -> bool:
-        """Whether it can begin in its middle."""
+        """Whether the source can start reading in the middle."""
         return callable(getattr(self.source, "documents_from", None))
 
     def _read(self, first: int, method: str, *arguments: int) -> Iterator[Document]:
@@ -98,7 +100,8 @@ class OwnSource:
 
 
 def build_own_source(config: DataConfig) -> OwnSource:
-    """Call what the config names, which reads nothing yet. Raises InputError if that fails."""
+    """Call the class or function that the config names; it reads nothing yet. Raises InputError if
+    that fails."""
     found = load(config.source, KEY)
     arguments = config.options | ({"paths": config.paths} if config.paths else {})
     try:
@@ -111,16 +114,17 @@ def build_own_source(config: DataConfig) -> OwnSource:
     for method in ("fingerprint", "documents"):
         if not callable(getattr(source, method, None)):
             raise InputError(
-                f"{KEY}: {config.source} gives {type(source).__name__} without the method {method}(); see "
+                f"{KEY}: {config.source} returns {type(source).__name__} without the method {method}(); see "
                 "docs/extending.md"
             )
     return OwnSource(config.source, source)
 
 
 def check_own_source(source: OwnSource) -> None:
-    """Read the first documents and the fingerprint twice. Raises InputError if they differ, or a key occurs twice.
+    """Read the first documents and the fingerprint twice. Raises InputError if they differ, or a
+    key occurs twice.
 
-    A source that can begin in its middle must find there what it has there.
+    If the source can start in the middle, it must yield the same documents there.
     """
     if source.fingerprint() != source.fingerprint():
         raise InputError(f"{KEY}: fingerprint() of {source.path} differs from call to call; derive it from the text")
@@ -128,8 +132,8 @@ def check_own_source(source: OwnSource) -> None:
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             raise InputError(
-                f"{KEY}: document {number} of {source.path} is {one.key!r}, and read again {other.key!r}; "
-                "the order and the texts must be fixed: sort what is listed, and seed what is drawn"
+                f"{KEY}: document {number} of {source.path} is {one.key!r}, and when read again {other.key!r}; "
+                "the order and the texts must be fixed: sort lists of files, and seed random numbers"
             )
     keys = [document.key for document in first]
     if len(set(keys)) < len(keys):

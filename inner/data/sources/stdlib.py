@@ -1,4 +1,5 @@
-"""The Python sources of the running interpreter's standard library: text that is always available."""
+"""The Python sources of the running interpreter's standard library: text that is available
+everywhere."""
 
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ class StdlibSource:
     folder: Path = Path(sysconfig.get_path("stdlib"))
 
     def fingerprint(self) -> object:
-        """Version of Python and folder of its library."""
+        """Return the version of Python and the folder of its library."""
         return [sys.version, str(self.folder)]
 
     def documents(self) -> Iterator[Document]:
@@ -35,7 +36,7 @@ class StdlibSource:
             )
 
     def documents_from(self, place: Place) -> Iterator[Document]:
-        """The documents from one on, by the number of its file."""
+        """Yield the documents from `place` on, which is the number of a file."""
         files = _python_files(self.folder)
         for number, (key, path) in enumerate(files[place[0] :], start=place[0]):
             if text := _utf8_or_empty(path):
@@ -48,7 +49,7 @@ def _python_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _utf8_or_empty(path: Path) -> str:
-    # The library's tests include files in other encodings on purpose, and links may be broken.
+    # The library's tests contain files in other encodings on purpose, and links may be broken.
     try:
         return path.read_bytes().decode("utf-8")
     except (UnicodeDecodeError, OSError):

@@ -1,7 +1,8 @@
-"""Shards on this island's disk, up to a limit: those that have not been read for the longest time make room.
+"""Shards on this island's disk, up to a limit: the shards that were read least recently are deleted
+to make room.
 
-Several processes and texts share a folder. A process holds a lock on each shard that it reads; the locks end with it,
-and a shard without one may be deleted at any time.
+Several processes and texts share a folder. A process holds a lock on each shard that it reads. The
+lock ends with the process, and a shard without a lock may be deleted at any time.
 """
 
 import errno
@@ -27,7 +28,7 @@ LOCK = ".room.lock"
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard mapped into memory, which stays on the disk until `close`."""
+    """A shard that is mapped into memory. It stays on the disk until `close`."""
 
     ids: np.ndarray
     file: IO[bytes]
@@ -37,13 +38,14 @@ class OpenShard:
 
 
 class ShardCache:
-    """The folder of all shards of an island. `limit`: bytes that they may take; None for as many as the disk has."""
+    """The folder of all shards of an island. `limit`: number of bytes that they may take; None: no
+    limit."""
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self._limit = folder, limit
 
     def require_room(self, num_bytes: int, what: str) -> None:
-        """Raise InputError if the limit is below what is needed at once."""
+        """Raise InputError if the limit is below `num_bytes`, which `what` needs at once."""
         if self._limit is not None and self._limit < num_bytes:
             raise InputError(
                 f"island.shards.cache_gb: got {self._limit / 1e9:g}, and {what} needs {num_bytes / 1e9:.3g}; raise it, "
@@ -51,18 +53,19 @@ class ShardCache:
             )
 
     def open(self, path: Path, dtype: str, sha256: str) -> OpenShard | None:
-        """Map a shard and mark it as read now; None if it is not here. A damaged one is deleted."""
+        """Map a shard and mark it as just read; None if it is not here. A damaged shard is
+        deleted."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
             return None
         if not try_lock(file, shared=True) or not _is_same(file, path):
-            # Another process deletes it at this moment.
+            # Another process is deleting the shard at this moment.
             file.close()
             return None
         ids = np.memmap(path, dtype=dtype, mode="r") if os.fstat(file.fileno()).st_size else np.empty(0, dtype)
         if sha256_of(ids.data) != sha256:
-            log.warning("%s is damaged on this disk and is fetched or made again", path)
+            log.warning("%s is damaged on this disk; it is deleted, and fetched or tokenised again", path)
             path.unlink(missing_ok=True)
             file.close()
             return None
@@ -71,9 +74,11 @@ class ShardCache:
 
     @contextmanager
     def place(self, path: Path, size: int) -> "Iterator[NewShard]":
-        """Make room for a new shard, which is deleted at the end of the block unless its `keep` has been called.
+        """Make room for a new shard. It is deleted at the end of the block unless its `keep` has
+        been called.
 
-        Raises InputError if the disk is full, or the limit is, with what processes read at the moment.
+        Raises InputError if the disk is full, or if the limit is reached by shards that processes
+        are reading.
         """
         new = NewShard(path.with_name(f".{path.name}.{os.getpid()}{MAKING}"), path)
         try:
@@ -86,9 +91,10 @@ class ShardCache:
             new.path.unlink(missing_ok=True)
 
     def _begin(self, path: Path, size: int) -> IO[bytes]:
-        """Make room and take it: the file of a shard that is made, locked. One process and thread does so at a time.
+        """Make room, create the file of a new shard, lock it and reserve its space. Only one
+        process and thread does so at a time.
 
-        A file without its lock would be taken for that of a process that has died.
+        A file without a lock would be treated as left behind by a process that has died.
         """
         with (self.folder / LOCK).open("a") as lock:
             wait_for_lock(lock)
@@ -106,7 +112,7 @@ class ShardCache:
         used = self._shards()
         total = sum(shard.size for shard in used)
         for shard in [shard for shard in used if shard.path.name.endswith(MAKING)]:
-            # Its process has died if it holds no lock.
+            # If nobody holds the file's lock, the process that was writing it has died.
             total -= shard.size if _delete_if_free(shard.path) else 0
         for shard in used:
             if self._limit is None or total + size <= self._limit:
@@ -116,12 +122,12 @@ class ShardCache:
         if self._limit is not None and total + size > self._limit:
             raise InputError(
                 f"{self.folder}: its shards may take {self._limit / 1e9:g} GB (island.shards.cache_gb), and "
-                f"processes read {total / 1e9:.3g} GB of them at once; raise it, or give islands of one machine an "
-                "island.cache_dir each"
+                f"processes are reading {total / 1e9:.3g} GB of them now; raise it, or give each island of this "
+                "machine an island.cache_dir of its own"
             )
 
     def _shards(self) -> "list[_Stored]":
-        """All shards and parts of some, the ones that have not been read for the longest time first."""
+        """Return all shards, also unfinished ones, with the least recently read first."""
         found = []
         for path in self.folder.glob("*/*"):
             if is_shard_name(path.name) or path.name.endswith(MAKING):
@@ -136,11 +142,11 @@ class NewShard:
     """A shard that is being written."""
 
     path: Path
-    """Where to write it."""
+    """The path to write the shard to."""
     final: Path
 
     def keep(self) -> None:
-        """Give it its name: it is whole."""
+        """Give the shard its final name, because it is complete."""
         self.path.rename(self.final)
 
 
@@ -148,7 +154,7 @@ def _explain(path: Path, error: OSError) -> InputError:
     cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see to the disk"
     return InputError(
         f"{path}: cannot write ({error.strerror}); {cure}, set island.shards.cache_gb to less than the disk has, or "
-        "island.cache_dir to another, and start the island again: it goes on from its checkpoint"
+        "island.cache_dir to another disk, and start the island again: it continues from its checkpoint"
     )
 
 
@@ -160,7 +166,7 @@ class _Stored:
 
 
 def _delete_if_free(path: Path) -> bool:
-    """Delete a shard that no process reads or writes; whether it is gone."""
+    """Delete a shard that no process reads or writes. Return whether it is gone."""
     try:
         with path.open("rb") as file:
             if not try_lock(file):

@@ -1,12 +1,12 @@
-"""The index of a text in shards: what each shard holds, and where in the text it begins.
+"""The index of a text in shards: the contents of each shard, and where in the text it begins.
 
     index.json      this index, replaced whole when a shard is added
     heldout.bin     ids of the held-out text
     00000.bin       ids of the first shard and the first id of the next; uint16, uint32, or int32 for conversations
     00001.bin ...
 
-The files may lie in a folder of a cache, or in a store of which others have the keys: an index is checked when it is
-read.
+The files lie in the folder of a cache, or in a store that other people can write to. The index is
+therefore checked when it is read.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ FORMAT = 1
 INDEX = "index.json"
 HELDOUT = "heldout.bin"
 MAX_TOKENS = 1 << 32
-"""Of one file."""
+"""Largest number of tokens in a file."""
 MAX_INDEX_BYTES = 1 << 30
 SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -35,21 +35,23 @@ class _Part(BaseModel):
 
 
 class Begin(_Part):
-    """Where a shard begins in the text."""
+    """Where in the text a shard begins."""
 
     document: Count = 0
-    """Number of the document with its first token, as the source counts documents."""
+    """Number of the document that contains the shard's first token, as the source counts
+    documents."""
     token: Count = 0
-    """Number of the token in that document."""
+    """Number of that token within the document."""
     place: list[int] | None = Field(default=None, max_length=16)
-    """From where the source can go on with that document; None if it must be read from its beginning."""
+    """The place from which the source can continue with the document; None if it must be read from
+    the beginning."""
 
 
 class Shard(_Part):
     """One finished shard."""
 
     tokens: int = Field(ge=0, le=MAX_TOKENS)
-    """Ids in its file: shard_tokens + 1, or fewer at the end of the text."""
+    """Number of ids in the shard's file: shard_tokens + 1, or fewer at the end of the text."""
     sha256: SHA256
     begin: Begin
 
@@ -59,27 +61,27 @@ class Heldout(_Part):
 
     tokens: int = Field(ge=0, le=MAX_TOKENS)
     text_bytes: Count
-    """UTF-8 bytes that they encode."""
+    """Number of UTF-8 bytes that the ids encode."""
     sha256: SHA256
     is_end: bool = False
-    """Whether it is the end of a document of which the beginning is trained on."""
+    """Whether the text is the end of a document whose beginning is trained on."""
 
 
 class Made(_Part):
-    """What the index will say of a shard that has just been made."""
+    """The entries that a shard which has just been made will have in the index."""
 
     record: Shard
     following: Begin
-    """Where the next one begins."""
+    """Where the next shard begins."""
     heldout: Heldout
 
 
 class Index(_Part):
-    """All shards that are finished."""
+    """The index of all finished shards of a text."""
 
     format: Literal[1] = FORMAT
     identity: str = Field(pattern=r"^[0-9a-f]{16}$")
-    """Of the text: of its source, the tokenizer and the shards."""
+    """Identity of the text: of its source, the tokenizer and the shards."""
     dtype: Literal["uint16", "uint32", "int32"]
     vocab_size: int = Field(ge=1, le=1 << 31)
     eos_id: Count
@@ -97,16 +99,16 @@ class Index(_Part):
         full = self.shard_tokens + 1
         sizes = [shard.tokens for shard in self.shards]
         if any(size != full for size in sizes[:-1]) or (sizes and not 2 <= sizes[-1] <= full):
-            raise ValueError(f"a shard has other than {full} tokens and is not the last")
+            raise ValueError(f"a shard does not have {full} tokens and is not the last")
         if sizes and sizes[-1] != full and not self.is_complete:
-            raise ValueError("the last shard is not full, and the text goes on")
+            raise ValueError("the last shard is not full, but the text does not end with it")
         if bool(sizes) != (self.heldout is not None):
-            raise ValueError("it has shards without a held-out text, or one without shards")
+            raise ValueError("it has shards without a held-out text, or a held-out text without shards")
         return self
 
     @property
     def is_coded(self) -> bool:
-        """Whether the ids are those of conversations (inner/data/chat/coding.py)."""
+        """Whether the ids come from conversations (inner/data/chat/coding.py)."""
         return self.dtype == DTYPE
 
     @property
@@ -115,21 +117,21 @@ class Index(_Part):
 
     @property
     def train_tokens(self) -> int:
-        """Training tokens of all shards."""
+        """Number of training tokens in all shards."""
         return max(self.shard_tokens * (len(self.shards) - 1) + self.shards[-1].tokens, 0) if self.shards else 0
 
     def count_sequences(self, seq_len: int) -> int:
-        """Sequences in all shards."""
+        """Return the number of sequences in all shards."""
         return (self.train_tokens - 1) // seq_len if self.shards else 0
 
     def with_shard(self, made: Made) -> "Index":
-        """This index with one more shard. One that is not full ends the text."""
+        """Return this index with one more shard. A shard that is not full ends the text."""
         shards = (*self.shards, made.record)
         change = {"shards": shards, "following": made.following, "heldout": made.heldout}
         return self.model_copy(update=change | {"is_complete": made.record.tokens <= self.shard_tokens})
 
     def extends(self, other: "Index") -> bool:
-        """Whether this is the index `other`, perhaps with more shards."""
+        """Return whether this index equals `other` or has more shards than `other`."""
         return (
             self.identity == other.identity
             and self.shards[: len(other.shards)] == other.shards
@@ -139,7 +141,8 @@ class Index(_Part):
 
 
 def parse_index(data: bytes, where: str) -> Index:
-    """Check and return an index. Raises InputError, which names it by `where`."""
+    """Check and return an index. Raises InputError; `where` is the name of the index in its
+    message."""
     try:
         return Index.model_validate_json(data)
     except ValidationError as error:
@@ -154,12 +157,13 @@ def parse_index(data: bytes, where: str) -> Index:
 
 
 def check_ids(ids: np.ndarray, index: Index, where: Path) -> None:
-    """Raise InputError if one of the ids is not of the tokenizer: whoever wrote them may have written anything."""
+    """Raise InputError if an id does not belong to the tokenizer. Other people may have written the
+    file."""
     size = index.vocab_size
     if len(ids) and not (CONTEXT - size < int(ids.min()) and int(ids.max()) < size):
         raise InputError(
-            f"{where}: holds the ids {ids.min()} to {ids.max()}, and the tokenizer has 0 to {size - 1}; prepare "
-            "the text again, at another place"
+            f"{where}: holds the ids {ids.min()} to {ids.max()}, but the tokenizer has 0 to {size - 1}; prepare "
+            "the text again, in another place"
         )
 
 

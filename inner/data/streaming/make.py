@@ -1,4 +1,5 @@
-"""Makes shards of a text in their order, from its beginning or from where any of them begins, with the same result."""
+"""Make shards of a text in order. Starting at the beginning of the text or of any shard gives the
+same result."""
 
 import logging
 import math
@@ -27,17 +28,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MadeShard:
-    """A shard and what the index says of it."""
+    """A shard and its entries in the index."""
 
     number: int
     made: Made
     ids: np.ndarray
     heldout_ids: np.ndarray | None
-    """Only beside the first shard."""
+    """The ids of the held-out text, given together with the first shard; None for other shards."""
 
 
 def new_index(config: DataConfig, identity: str) -> Index:
-    """The index of a text of which nothing has been tokenised yet."""
+    """Return the index of a text of which nothing has been tokenised yet."""
     tokenizer = build_tokenizer(*config.tokenizer_choice)
     values = {
         "identity": identity,
@@ -52,14 +53,16 @@ def new_index(config: DataConfig, identity: str) -> Index:
 def make_shards(
     config: DataConfig, index: Index, number: int, processes: int, report: Callable[[float | None], None]
 ) -> Iterator[MadeShard]:
-    """Make shard `number`, which is in the index or the first that is not, and those after it, to the end of the text.
+    """Make shard `number` and all later ones, to the end of the text. `number` is in the index, or
+    the first that is not.
 
-    `report` is called after each document with the share of the text that has been read, if that is known. Raises
-    InputError if the text is broken, or nothing of it is trained on or held out.
+    `report` is called after each document with the share of the text that has been read, or None if
+    that is unknown. Raises InputError if the text is broken, or if nothing of it is left to train
+    on or to hold out.
     """
     cutter = _Cutter(config, index, number)
     documents = _documents(config, index, cutter.begin)
-    # The pool reads ahead: where documents lie waits here until they come out of it.
+    # The pool reads documents ahead. Their places wait here until the documents come out of it.
     places: deque[Place | None] = deque()
 
     def remember(stream: Iterable[Document]) -> Generator[Document, None, None]:
@@ -91,7 +94,7 @@ def _documents(config: DataConfig, index: Index, begin: Begin) -> Iterator[Docum
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is left of a document's ids, and where they begin."""
+    """The ids of a document that are not yet in a shard, and where in the text they begin."""
 
     ids: np.ndarray
     begin: Begin
@@ -107,7 +110,7 @@ class _Cutter:
         assert is_known or number == len(index.shards), f"shard {number} of {len(index.shards)}"
         self._skip = self.begin.token
         self._position = number * index.shard_tokens - self.begin.token
-        """Training tokens before the next document."""
+        """Number of training tokens before the next document."""
         self._limit = math.inf if config.max_tokens is None else config.max_tokens
         self._pieces: deque[_Piece] = deque()
         self._num_ids = 0
@@ -116,7 +119,7 @@ class _Cutter:
         self._num_heldout = self._heldout_bytes = 0
         self._is_end = False
         self.counts = ShardCounts()
-        """Of conversations: how many are trained on or held out, left out, and cut."""
+        """For conversations: how many were trained on or held out, left out, and cut."""
 
     @property
     def is_full(self) -> bool:
@@ -126,7 +129,7 @@ class _Cutter:
         return self._heldout is None or not self._is_heldout(document)
 
     def add(self, encoded: EncodedDocument, number: int, place: Place | None) -> None:
-        """Add a document behind the others."""
+        """Add a document after the others."""
         fitted = self._fit(encoded.ids) if self._config.format == "chat" else Fitted(encoded.ids, False, 1.0)
         if self._is_heldout(encoded.document):
             if self._heldout is None and len(fitted.coded):
@@ -138,12 +141,13 @@ class _Cutter:
             self._close_heldout()
 
     def take_full(self) -> Iterator[MadeShard]:
-        """The shards that are full."""
+        """Yield the shards that are full."""
         while self._heldout is not None and self._num_ids > self._index.shard_tokens:
             yield self._take(self._index.shard_tokens)
 
     def take_rest(self) -> Iterator[MadeShard]:
-        """What is left at the end of the text. Raises InputError if there is nothing at all."""
+        """Yield the rest at the end of the text as a last shard. Raises InputError if there are no
+        shards at all."""
         if self._config.format == "chat":
             self._append(end_of_sequence(self._position, self._config.seq_len))
             if self._heldout is None:
@@ -151,7 +155,7 @@ class _Cutter:
         if self._heldout is None:
             self._close_heldout()
         yield from self.take_full()
-        # A single id is the one that the shard before has at its end.
+        # A single id is already the last id of the shard before.
         if self._num_ids > 1:
             yield self._take(self._num_ids - 1)
 
@@ -198,7 +202,7 @@ class _Cutter:
         if not self._heldout_bytes or not self._num_ids:
             raise InputError(
                 f"data.source={self._config.source}: {self._num_ids} tokens to train on and {self._num_heldout} held "
-                f"out with data.heldout_fraction={self._config.heldout_fraction}; need some of each: give more "
+                f"out with data.heldout_fraction={self._config.heldout_fraction}; both are needed: give more "
                 f"text, or {'raise' if self._num_ids else 'lower'} data.heldout_fraction"
             )
         ids = np.concatenate(self._heldout_ids)
@@ -206,8 +210,8 @@ class _Cutter:
         self._heldout = Heldout(tokens=len(ids), text_bytes=self._heldout_bytes, sha256=sha256, is_end=self._is_end)
 
     def _take(self, size: int) -> MadeShard:
-        """Cut off the first `size` ids, and copy the one after them."""
-        assert self._heldout is not None, "the held-out text is made before"
+        """Cut off the first `size` ids as a shard, with a copy of the id after them."""
+        assert self._heldout is not None, "the held-out text must be made before the first shard"
         begin, left, parts = self._pieces[0].begin, size, []
         while left >= len(self._pieces[0].ids):
             piece = self._pieces.popleft()

@@ -1,4 +1,4 @@
-"""Opens the text of a run that is read shard by shard."""
+"""Open the text of a run that is read shard by shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from inner.errors import InputError
 from inner.files import make_cache_folder
 
 FOLDER = "shards"
-"""Of the cache: the shards of all texts."""
+"""Folder in the cache with the shards of all texts."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,23 @@ class StreamOptions:
     """How an island reads shards."""
 
     cache_bytes: int | None
-    """Limit of all shards on its disk."""
+    """Limit of all shards on the island's disk, in bytes."""
     ahead: int
-    """Shards that are brought before they are read."""
+    """Number of shards that are fetched or tokenised before they are read."""
     patience: float
-    """Seconds for which a store may be silent."""
+    """Number of seconds without an answer from a store after which the island gives up."""
     command: Sequence[str]
-    """Starts a process that runs `serve` of worker.py."""
+    """Command that starts a process which runs `serve` of worker.py."""
 
 
 def is_streamed(config: DataConfig) -> bool:
-    """Whether a text is read shard by shard, at least in part."""
+    """Return whether at least a part of the text is read shard by shard."""
     return config.order == "shards" or any(source.source == SHARDS for source in config.sources)
 
 
 def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -> Corpus:
-    """Open the text of `config`, once the first shard of each source is here. Close it after use. Raises InputError."""
+    """Open the text of `config`; wait for the first shard of each source. Close it after use.
+    Raises InputError."""
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
     tokenizer, cache = build_tokenizer(*config.tokenizer_choice), open_cache(cache_dir, options)
     texts: list[Text] = []
@@ -64,7 +65,8 @@ def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -
 
 
 def open_cache(cache_dir: Path, options: StreamOptions) -> ShardCache:
-    """The cache of all shards below `cache_dir`, whose folder exists then. Raises InputError."""
+    """Create the folder below `cache_dir` if needed, and return the cache of all shards in it.
+    Raises InputError."""
     cache = ShardCache(cache_dir / FOLDER, options.cache_bytes)
     with explain_write_errors(cache.folder):
         make_cache_folder(cache_dir)
@@ -80,7 +82,7 @@ def _open_shards(
     entry: tuple[str, float],
     of: int,
 ) -> Text:
-    """Open one of `of` sources that is read shard by shard."""
+    """Open one source that is read shard by shard. `of`: number of such sources."""
     supply = build_supply(source, cache, options)
     supply.begin()
     if not supply.index.shards:
@@ -104,19 +106,19 @@ def _open_shards(
 
 
 def build_supply(source: DataConfig, cache: ShardCache, options: StreamOptions) -> StoreSupply | TokeniserSupply:
-    """What brings the shards of one source. Raises InputError."""
+    """Return the supply that fetches or makes the shards of one source. Raises InputError."""
     if source.source == SHARDS:
         if len(source.paths) != 1:
             raise InputError(
-                f"data.paths: got {source.paths}; data.source=shards reads one folder or URL, to which `diloco prepare "
-                "--into` has written; for several make a data.mixture"
+                f"data.paths: got {source.paths}; data.source=shards reads one folder or URL that `diloco prepare "
+                "--into` has written; for several, use a data.mixture"
             )
         return StoreSupply(Store(source.paths[0], options.patience), cache, options.patience)
     return TokeniserSupply(source, shards_identity(source), cache, options.command)
 
 
 def shards_identity(source: DataConfig) -> str:
-    """What distinguishes the shards of one source from those of other texts, tokenizers or lengths."""
+    """Return an identity that differs for shards of other texts, tokenizers or lengths."""
     own = [source.max_tokens, source.seq_len] if source.format == "chat" else [source.max_tokens]
     return text_identity(source, ["shards", FORMAT, source.shard_tokens, *own])
 
@@ -130,12 +132,12 @@ def _check(source: DataConfig, index: Index, tokenizer: Tokenizer) -> None:
         )
     if source.order == "shards" and index.shard_tokens != source.shard_tokens:
         raise InputError(
-            f"{where}: has shards of {index.shard_tokens} tokens, and data.shard_tokens is {source.shard_tokens}, on "
-            f"which the order depends; set data.shard_tokens={index.shard_tokens}"
+            f"{where}: has shards of {index.shard_tokens} tokens, but data.shard_tokens is {source.shard_tokens}, "
+            f"which would change the order; set data.shard_tokens={index.shard_tokens}"
         )
     if source.order == "global" and not index.is_complete:
         raise InputError(
-            f"{where}: is still being written, and data.order=global shuffles all of a text; set data.order=shards, or "
+            f"{where}: is still being written, but data.order=global needs the whole text; set data.order=shards, or "
             "wait until `diloco prepare --into` has ended"
         )
 
@@ -145,11 +147,12 @@ def _as_text(reader: ShardReader, supply: Supply, heldout: np.ndarray, entry: tu
     assert index.heldout is not None, "there is a shard"
     num_bytes = index.heldout.text_bytes
     if index.is_coded:
-        # The loss is that of the assistant's tokens, whose bytes were counted, and they are a part of all.
+        # The loss and text_bytes count the assistant's words only. The bytes are scaled up to all
+        # tokens, so that tokens per byte is right for the tokens that the loss counts.
         learned = count_learned(heldout)
         if not learned:
             raise InputError(
-                "data.format=chat: the held-out conversations have no words of an assistant; give more rows"
+                "data.format=chat: the held-out conversations have no message of an assistant; give more rows"
             )
         num_bytes = round(num_bytes * len(heldout) / learned)
     return Text(reader, heldout, num_bytes, *entry, is_coded=index.is_coded)

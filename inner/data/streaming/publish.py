@@ -1,4 +1,5 @@
-"""Writes a text in shards into a store, from which islands read it while it grows. After a kill it goes on."""
+"""Write a text in shards into a store, from which islands read it while it grows. After a kill it
+can be continued."""
 
 import logging
 from collections.abc import Callable
@@ -13,13 +14,15 @@ log = logging.getLogger(__name__)
 
 NOTHING_YET = {"shards": (), "heldout": None, "following": Begin(), "is_complete": False}
 Report = Callable[[Index, float | None], None]
-"""Called with the index so far, and the share of the text that has been read if it is known."""
+"""Called with the index so far, and the share of the text that has been read, or None if that is
+unknown."""
 
 
 def publish(config: DataConfig, identity: str, store: Store, processes: int, report: Report) -> Index:
     """Write the missing shards of one source into a store. Raises InputError.
 
-    Two processes that write the same text to one place write the same files; the index never loses a shard for long.
+    Two processes that write the same text to one place write the same files. If one replaces the
+    index by an older one, its next write adds the missing shards again.
     """
     if config.shard_tokens % config.seq_len:
         raise InputError(
@@ -28,8 +31,8 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
     index = store.read_index() or new_index(config, identity)
     if index.identity != identity:
         raise InputError(
-            f"{store.url}: has the shards of another text, tokenizer or data.shard_tokens (or of files that have been "
-            "written again since); give this text a place of its own, or delete what is there"
+            f"{store.url}: has the shards of another text, tokenizer or data.shard_tokens (or of files that have "
+            "changed since then); give this text a place of its own, or delete the shards there"
         )
     if index.is_complete:
         return index
@@ -45,7 +48,7 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
 
 
 def repair(config: DataConfig, index: Index, store: Store, processes: int, report: Report) -> list[str]:
-    """Check all files of a text in a store, make those anew that are damaged, and return their names."""
+    """Check all files of a text in a store, replace the damaged ones, and return their names."""
     mended = []
     for number in range(len(index.shards)):
         report(index, number / len(index.shards))
@@ -57,7 +60,7 @@ def repair(config: DataConfig, index: Index, store: Store, processes: int, repor
         if shard.made.record.sha256 != index.shards[number].sha256 or shard.made.heldout != index.heldout:
             raise InputError(
                 f"{store.url}/{shard_name(number)}: is damaged, and data.source={config.source} gives another text; "
-                "give it the text of which it was written, or prepare all of it anew at another place"
+                "give it the text that was prepared, or prepare the whole text again in another place"
             )
         _write_shard(store, shard)
         mended += names

@@ -1,4 +1,5 @@
-"""Reads a text shard by shard, while a thread brings the next ones: the training thread should find each one here."""
+"""Read a text shard by shard while a thread brings the next shards, so that the training thread
+seldom waits."""
 
 import logging
 import threading
@@ -17,15 +18,18 @@ from inner.errors import InputError
 log = logging.getLogger(__name__)
 
 NUM_IN_USE = 2
-"""Shards that stay mapped after they have been read: the sequences of a step may lie in two."""
+"""Number of shards that stay mapped after they have been read, because the sequences of a step may
+lie in two shards."""
 NUM_TRIES = 3
 POLL_SECONDS = 5.0
 
 
 class ShardReader:
-    """The shards of one text. `ahead`: how many are brought before they are read. Close it after use.
+    """The shards of one text. `ahead`: number of shards that are brought before they are read.
+    Close it after use.
 
-    One thread reads. A second one, which lives until `close`, brings what is read now and then what is expected.
+    One thread reads. A second thread, which lives until `close`, brings the shard that is being
+    read, then expected shards.
     """
 
     def __init__(self, supply: Supply, cache: ShardCache, ahead: int, *, is_shuffled_whole: bool = False) -> None:
@@ -44,7 +48,7 @@ class ShardReader:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Training tokens that are known so far."""
+        """Return the number of training tokens that are known so far."""
         return self._supply.index.train_tokens
 
     @property
@@ -52,16 +56,18 @@ class ShardReader:
         return self._supply.index.shard_tokens
 
     def cut(self, seq_len: int, seed: int) -> "StreamedSequences":
-        """The text in sequences. Raises InputError if they do not fill the shards."""
+        """Return the text cut into sequences. Raises InputError if a shard is not a whole number of
+        sequences."""
         index = self._supply.index
         if index.shard_tokens % seq_len:
             raise InputError(
-                f"data.seq_len: got {seq_len}; shards of {index.shard_tokens} tokens hold no whole number of them"
+                f"data.seq_len: got {seq_len}; shards of {index.shard_tokens} tokens are no whole number of sequences"
             )
         return StreamedSequences(self, seq_len, seed, is_shuffled_whole=self._is_shuffled_whole)
 
     def read(self, number: int) -> np.ndarray | None:
-        """The ids of a shard; None if the text ends before it. Waits for it. Raises InputError if it does not come."""
+        """Wait for a shard and return its ids; None if the text ends before it. Raises InputError
+        if the shard cannot be brought."""
         with self._changed:
             if number not in self._open:
                 self._wait_for(number)
@@ -74,21 +80,23 @@ class ShardReader:
             return self._open[number].ids
 
     def known(self, seq_len: int) -> tuple[int, bool]:
-        """Sequences that are known so far, and whether they are all."""
+        """Return the number of sequences that are known so far, and whether these are all."""
         return self._supply.index.count_sequences(seq_len), self._supply.index.is_complete
 
     def count(self, number: int, seq_len: int) -> tuple[int, bool]:
-        """Sequences that are known, at least to the end of shard `number`, and whether they are all."""
+        """Return the number of known sequences, at least to the end of shard `number`, and whether
+        these are all."""
         index = self._supply.index
         if number >= len(index.shards) and not index.is_complete:
             self.read(number)
         return self.known(seq_len)
 
     def expect(self, shards: Iterable[int]) -> None:
-        """Say which shards will be read soon, in order; the first and `ahead` more are looked at."""
+        """Announce the shards that will be read soon, in order. Only the first 1 + `ahead` of them
+        are used."""
         nearest = tuple(islice(dict.fromkeys(shards), 1 + self._ahead))
         if not nearest:
-            return  # nobody knows: the next ones are brought, in their order
+            return  # Nothing is announced, so `read` lets the following shards be brought in order.
         with self._changed:
             self._is_told = True
             if nearest != self._expected:
@@ -96,7 +104,7 @@ class ShardReader:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread and what it brings shards with, and give the shards free."""
+        """End the thread and the supply, and release the shards."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -110,7 +118,7 @@ class ShardReader:
         self._demand, self._failure = number, None
         self._changed.notify_all()
         while self._demand is not None and self._failure is None:
-            assert self._thread.is_alive(), "it lives until close"
+            assert self._thread.is_alive(), "the thread must live until close"
             self._changed.wait(POLL_SECONDS)
         if self._failure is not None:
             raise self._failure
@@ -120,13 +128,13 @@ class ShardReader:
             failure = None
             try:
                 shard = self._bring(number)
-            except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that reads
                 shard, failure = None, error
             with self._changed:
                 self._take(number, shard, failure)
 
     def _next(self) -> int | None:
-        """The shard to bring next, once there is one; None after `close`."""
+        """Wait until there is a shard to bring, and return its number; None after `close`."""
         with self._changed:
             while not self._is_closed:
                 if self._demand is not None and self._failure is None:
@@ -144,13 +152,14 @@ class ShardReader:
             if number >= len(index.shards):
                 return None
             path = self._supply.folder / shard_name(number)
-            # Another process may have deleted it in between.
+            # Another process may have deleted the file since it was brought.
             if (shard := self._cache.open(path, index.dtype, index.shards[number].sha256)) is not None:
                 check_ids(shard.ids, index, path)
                 return shard
         raise InputError(
-            f"{self._supply.folder}: shard {number} was here {NUM_TRIES} times and was deleted or damaged before it "
-            "could be read; see to the disk, raise island.shards.cache_gb, or give each island an island.cache_dir"
+            f"{self._supply.folder}: shard {number} was written {NUM_TRIES} times, and each time deleted or damaged "
+            "before it could be read; check the disk, raise island.shards.cache_gb, or give each island an "
+            "island.cache_dir of its own"
         )
 
     def _take(self, number: int, shard: OpenShard | None, failure: Exception | None) -> None:
@@ -168,7 +177,8 @@ class ShardReader:
         self._changed.notify_all()
 
     def _drop_oldest(self) -> None:
-        """Give shards free that were read before the last ones and are not expected."""
+        """Release the shards that were read before the last NUM_IN_USE ones and are not
+        expected."""
         if self._is_shuffled_whole:
             return
         for number in [n for n in self._open if n not in self._expected and n != self._demand]:
@@ -178,7 +188,8 @@ class ShardReader:
 
 
 class StreamedSequences:
-    """The sequences of a text in shards. The Protocol is in inner/data/mixture.py."""
+    """The sequences of a text in shards. It implements the Protocol Sequences of
+    inner/data/mixture.py."""
 
     def __init__(self, reader: ShardReader, seq_len: int, seed: int, *, is_shuffled_whole: bool) -> None:
         self._reader, self._seq_len = reader, seq_len
@@ -194,7 +205,7 @@ class StreamedSequences:
     def window(self, index: int) -> np.ndarray:
         shard, place = divmod(index, self._per_shard)
         ids = self._reader.read(shard)
-        assert ids is not None, "the order names sequences that there are"
+        assert ids is not None, "the order must name existing sequences only"
         return ids[place * self._seq_len : (place + 1) * self._seq_len + 1]
 
     def expect(self, positions: Iterable[range]) -> None:

@@ -1,8 +1,9 @@
-"""A folder at any URL that fsspec supports (s3://, gs://, a path), from which shards are read and to which they go.
+"""A folder at any URL that fsspec supports (s3://, gs://, a path), from which shards are read and
+to which they are written.
 
-It may be slow, away for a while, or lie. Each request has a deadline of its own and is made again, with growing pauses,
-until the store has been silent for too long. Every fsspec backend raises its own types of errors, so any exception but
-that a file is missing counts as silence.
+A store may be slow, unreachable for a while, or give wrong data. Each request has a deadline and is
+repeated, with growing pauses, until the store has not answered for too long. Every fsspec backend
+raises its own types of errors, so any exception except a missing file counts as no answer.
 """
 
 import logging
@@ -20,7 +21,8 @@ from inner.threads import start_thread
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
-"""A request that takes longer has failed. A piece must come in this time: 4 MiB at 1.2 Mbit/s."""
+"""Deadline of a request in seconds. A piece of 4 MiB must come within it, which takes 1.2
+Mbit/s."""
 PIECE_BYTES = 1 << 22
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 5.0
 SAY_EVERY_SECONDS = 30.0
@@ -28,23 +30,26 @@ T = TypeVar("T")
 
 
 class Store:
-    """A store. `patience`: seconds of silence after which a call raises InputError."""
+    """A store. `patience`: number of seconds without an answer after which a call raises
+    InputError."""
 
     def __init__(self, url: str, patience: float) -> None:
         self.url, self._patience = url.rstrip("/"), patience
-        self._files, self._root = open_url(url, f"{url}: is no place that can be read")
+        self._files, self._root = open_url(url, f"{url}: is not a folder or URL that can be read")
 
     @property
     def _is_local(self) -> bool:
         return "file" in (self._files.protocol if isinstance(self._files.protocol, tuple) else (self._files.protocol,))
 
     def read_index(self) -> Index | None:
-        """The index of the text there; None if there is none. Raises InputError if it is damaged."""
+        """Return the index of the text in the store; None if there is none. Raises InputError if it
+        is damaged."""
         data = self.read(INDEX, 0, MAX_INDEX_BYTES)
         return None if data is None else parse_index(data, f"{self.url}/{INDEX}")
 
     def read(self, name: str, start: int, stop: int) -> bytes | None:
-        """Bytes of a file, fewer if it ends before; None if the file is not there."""
+        """Return bytes of a file, fewer if it ends before `stop`; None if the file does not
+        exist."""
         path = str(self._root / name)
 
         def request() -> bytes | None:
@@ -60,11 +65,12 @@ class Store:
         return self._insist(request, name)
 
     def download(self, name: str, size: int, target: Path) -> bool:
-        """Copy the first `size` bytes of a file to `target`, which exists; False if there are fewer or more."""
+        """Copy the first `size` bytes of a file to `target`, which exists. Return whether the file
+        has exactly that size."""
         with target.open("r+b") as file:
             for start in range(0, size, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, size)
-                # One byte more shows that the file is longer than it should be.
+                # Read one byte more in the last piece, to notice a file that is longer than `size`.
                 piece = self.read(name, start, stop + (stop == size))
                 if piece is None or len(piece) != stop - start:
                     return False
@@ -72,7 +78,7 @@ class Store:
         return True
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file there, whole or not at all."""
+        """Write a file to the store, whole or not at all."""
         path = self._root / name
         if self._is_local:
             self._insist(lambda: write_atomically(Path(path), data), name)
@@ -80,22 +86,23 @@ class Store:
             self._insist(lambda: self._files.pipe_file(str(path), data), name)
 
     def _insist(self, request: Callable[[], T], name: str) -> T:
-        """Make a request until it is answered. Raises InputError when the store has been silent for too long."""
+        """Repeat a request until it is answered. Raises InputError when the store has not answered
+        for too long."""
         began, said_at, pause = time.monotonic(), -SAY_EVERY_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
                 return call_in_time(request, REQUEST_SECONDS)
             except PermissionError as error:
                 raise InputError(
-                    f"{self.url}/{name}: this island may not use it ({summarise(error)}); give it the keys of the store"
+                    f"{self.url}/{name}: this island may not use it ({summarise(error)}); give it the store's keys"
                 ) from error
             except Exception as error:
                 silent = time.monotonic() - began
                 if silent + pause > self._patience:
                     raise InputError(
                         f"{self.url}/{name}: the store has not answered for {silent:.0f} s "
-                        f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; see that it is "
-                        "there and may be used, and start the island again: it goes on from its checkpoint"
+                        f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; check that it "
+                        "exists and may be used, and start the island again: it continues from its checkpoint"
                     ) from error
                 if silent - said_at >= SAY_EVERY_SECONDS:
                     said_at = silent
@@ -108,13 +115,14 @@ class Store:
 
 
 def call_in_time(request: Callable[[], T], seconds: float) -> T:
-    """The result of a call. Raises TimeoutError if it takes longer; it then goes on in a thread, and is forgotten."""
+    """Return the result of a call. Raises TimeoutError if the call takes longer than `seconds`; it
+    then continues in a thread, and its result is ignored."""
     outcome: list[Any] = []
 
     def run() -> None:
         try:
             outcome.append((True, request()))
-        except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             outcome.append((False, error))
 
     has_ended = start_thread(run, "store request")

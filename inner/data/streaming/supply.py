@@ -1,4 +1,5 @@
-"""Where shards come from: a Protocol, and the supply from a store. tokeniser.py has the one that makes them."""
+"""The Protocol of a supply of shards, and the supply from a store. tokeniser.py has the supply that
+makes them."""
 
 import logging
 import time
@@ -17,10 +18,10 @@ from inner.files import write_atomically
 log = logging.getLogger(__name__)
 
 NUM_TRIES = 3
-"""How often a file is fetched that is not what the index says."""
+"""Number of times that a file is fetched if its content differs from the index."""
 POLL_SECONDS = 0.5
 NUM_LOCKS = 8
-"""Shards of one text that processes of one machine fetch at the same time."""
+"""Number of shards of one text that the processes of one machine can fetch at the same time."""
 
 
 class Supply(Protocol):
@@ -28,22 +29,24 @@ class Supply(Protocol):
 
     @property
     def index(self) -> Index:
-        """What is known of the text so far."""
+        """The index of the shards that are known so far."""
         ...
 
     @property
     def folder(self) -> Path:
-        """The folder of the cache with the shards of this text."""
+        """The folder in the cache with the shards of this text."""
         ...
 
     def begin(self) -> None:
-        """Return once the index has a shard, or the text is known to be empty. Raises InputError as `bring`."""
+        """Return once the index has a shard, or the text is known to be empty. Raises InputError
+        like `bring`."""
         ...
 
     def bring(self, number: int) -> None:
         """Return once shard `number` is in the folder, or the text is known to end before it.
 
-        Called from one thread at a time. Raises InputError when it is damaged, or does not come in time.
+        Must be called from one thread at a time. Raises InputError if the shard is damaged or does
+        not come in time.
         """
         ...
 
@@ -51,7 +54,8 @@ class Supply(Protocol):
 
 
 class StoreSupply:
-    """Fetches shards that are, or are still being, written to a store. Each must be what the index says."""
+    """Fetches shards from a store, where they may still be being written. Each must agree with the
+    index."""
 
     def __init__(self, store: Store, cache: ShardCache, patience: float) -> None:
         self._store, self._cache, self._patience = store, cache, patience
@@ -86,9 +90,9 @@ class StoreSupply:
         pass
 
     def heldout(self) -> np.ndarray:
-        """The ids of the held-out text. Raises InputError."""
+        """Return the ids of the held-out text. Raises InputError."""
         heldout, path = self.index.heldout, self.folder / HELDOUT
-        assert heldout is not None, "it is written before the first shard"
+        assert heldout is not None, "the held-out text must be written before the first shard"
         size = heldout.tokens * self.index.item_bytes
         for _ in range(NUM_TRIES):
             data = path.read_bytes() if path.exists() else self._store.read(HELDOUT, 0, size + 1) or b""
@@ -107,16 +111,17 @@ class StoreSupply:
                 self._wait(number)
 
     def _look(self) -> bool:
-        """Read the index again; whether it has grown. Raises InputError if it contradicts what it has said before."""
+        """Read the index again and return whether it has grown. Raises InputError if it contradicts
+        the index read before."""
         found = self._store.read_index()
         if found is None or found == self._index:
             return False
         if self._index is not None and not found.extends(self._index):
             if self._index.extends(found):
-                return False  # a copy from before, as a store of several machines may give it
+                return False  # An older copy, which a store of several machines may return.
             raise InputError(
-                f"{self._store.url}: its index does not continue the one that it had before; somebody has written "
-                "another text there: give each text a place of its own, and start the run from a checkpoint or anew"
+                f"{self._store.url}: its index does not continue the index that it had before; somebody has written "
+                "another text there: give each text a place of its own, and restart the run, from a checkpoint or not"
             )
         if not found.shards and not found.is_complete:
             return False
@@ -128,9 +133,9 @@ class StoreSupply:
         if waited > self._patience:
             has = "no index.json" if self._index is None else f"only {len(self._index.shards)} shards, unfinished,"
             raise InputError(
-                f"{self._store.url}: it has {has} for {waited:.0f} s (island.shards.store_seconds: "
-                f"{self._patience:g}), and shard {number} is needed; see that `diloco prepare "
-                "--into` runs, and start the island again"
+                f"{self._store.url}: it has had {has} for {waited:.0f} s (island.shards.store_seconds: "
+                f"{self._patience:g}), but shard {number} is needed; make sure that `diloco "
+                "prepare --into` runs, and start the island again"
             )
         time.sleep(POLL_SECONDS)
 
@@ -142,12 +147,13 @@ class StoreSupply:
                 if self._store.download(name, size, place.path) and sha256_of(place.path.read_bytes()) == record.sha256:
                     place.keep()
                     return
-            log.warning("%s/%s: is not what its index says (try %d)", self._store.url, name, attempt + 1)
+            log.warning("%s/%s: does not agree with its index (try %d)", self._store.url, name, attempt + 1)
             time.sleep(POLL_SECONDS)
         raise self._damage(name)
 
     def _damage(self, name: str) -> InputError:
         return InputError(
-            f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its SHA-256 is not that of "
-            f"the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} --repair`"
+            f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its SHA-256 still differs "
+            f"from the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} "
+            "--repair`"
         )

@@ -1,7 +1,8 @@
-"""The supply that makes shards: a process of its own tokenises the text, one shard for each time that it is asked.
+"""The supply that makes shards: a separate process tokenises the text, one shard per request.
 
-Processes that share a cache make each shard once: a lock is held while one is made. The index in the folder says what
-has been made, so any of them can go on, also after all were killed.
+Processes that share a cache make each shard only once, because they hold a lock while making it.
+The index in the folder records the shards that have been made, so any process can continue, even
+after all were killed.
 """
 
 import json
@@ -28,13 +29,15 @@ from inner.files import write_atomically
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 600.0
-"""A tokeniser that shows no sign of life for this long has failed; it shows one for each document."""
+"""Number of seconds without a sign of life after which a tokeniser has failed. It gives one for
+each document."""
 END_SECONDS = 2.0
 LOOK_SECONDS = 0.05
 MAX_DEATHS = 3
-"""How often a tokeniser that has died is started again."""
+"""Number of times that a tokeniser that has died is started again."""
 OTHERS_SECONDS = 0.5
-"""A process whose tokeniser stands elsewhere leaves the next shard for so long to the one that made the last."""
+"""Number of seconds for which a process leaves the next shard to the process that made the last
+one, whose tokeniser is already at the right place in the text."""
 
 
 class TokeniserSupply:
@@ -73,12 +76,14 @@ class TokeniserSupply:
             self._worker = None
 
     def heldout(self) -> np.ndarray:
-        """The ids of the held-out text, once a shard has been made."""
+        """Return the ids of the held-out text. A shard must have been made before."""
         heldout, path = self._index.heldout, self._folder / HELDOUT
-        assert heldout is not None, "it is written before the first shard"
+        assert heldout is not None, "the held-out text must be written before the first shard"
         data = path.read_bytes() if path.exists() else b""
         if sha256_of(data) != heldout.sha256:
-            raise InputError(f"{path}: is damaged; delete {self._folder} and start the island again: it is made again")
+            raise InputError(
+                f"{path}: is damaged; delete {self._folder} and start the island again: it makes the text again"
+            )
         return np.frombuffer(data, self._index.dtype)
 
     def _read_index(self) -> Index | None:
@@ -89,7 +94,7 @@ class TokeniserSupply:
             return None
 
     def _approach(self, number: int) -> None:
-        """Make a shard, or wait a moment for another process that is about to."""
+        """Make a shard, or wait a moment if another process is likely to make it."""
         stands_there = self._worker is not None and self._worker.number == number
         is_new = number == len(self._index.shards) > 0
         if is_new and not stands_there and self._age() < OTHERS_SECONDS:
@@ -104,7 +109,7 @@ class TokeniserSupply:
                 self._make(number, path, keep_alive)
 
     def _age(self) -> float:
-        """Seconds since a shard was made last."""
+        """Return the number of seconds since the last shard was made."""
         return time.time() - (self._folder / INDEX).stat().st_mtime
 
     def _make(self, number: int, path: Path, keep_alive: KeepAlive) -> None:
@@ -129,8 +134,9 @@ class TokeniserSupply:
         record = made.record
         if number < len(self._index.shards) and record.sha256 != self._index.shards[number].sha256:
             raise InputError(
-                f"data: shard {number} of the text is not what it was when it was made first: the text has changed, or "
-                f"the tokenizer; give the run the text that it began with, or delete {self._folder} and begin anew"
+                f"data: shard {number} of the text differs from the shard that was made first: the text or the "
+                f"tokenizer has changed; give the run the text that it began with, or delete {self._folder} and "
+                "begin a new run"
             )
         with self._cache.place(path, record.tokens * self._index.item_bytes) as place:
             self._worker.write(place.path, self._folder / HELDOUT)
@@ -154,21 +160,23 @@ class _Worker:
         self._say(task)
 
     def make(self, keep_alive: KeepAlive) -> Made | None:
-        """What the next shard is; None at the end of the text. Raises InputError."""
+        """Make the next shard and return its entries in the index; None at the end of the text.
+        Raises InputError."""
         self._say({"ask": "make"})
         made = self._reply(keep_alive)["made"]
         return None if made is None else Made.model_validate(made)
 
     def write(self, path: Path, heldout: Path) -> None:
-        """Write the shard that was made to a file, and beside the first one the held-out text."""
+        """Write the shard that was just made to a file, and with the first shard also the held-out
+        text."""
         self._say({"ask": "write", "path": str(path), "heldout": str(heldout)})
         self._reply(lambda: None)
         self.number += 1
 
     def close(self) -> None:
-        """End the process: it ends by itself when its input does, unless it is tokenising."""
+        """End the process. Closing its input is enough, unless it is tokenising."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        # What was not sent to a process that has died cannot be flushed.
+        # Bytes that were not yet sent to a process that has died cannot be flushed.
         with suppress(OSError):
             self._process.stdin.close()
         try:
@@ -202,7 +210,8 @@ class _Worker:
             while b"\n" not in self._unread:
                 if not selector.select(SILENT_SECONDS):
                     raise InputError(
-                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} s; see its source"
+                        f"the tokeniser process has shown no sign of life for {SILENT_SECONDS:g} s; check "
+                        "the source of its text"
                     )
                 piece = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not piece:
@@ -218,6 +227,6 @@ class _Worker:
     def _died(self) -> InputError:
         code = self._process.wait()
         return InputError(
-            f"the tokeniser process has died (exit code {code}), perhaps for lack of memory; what it has printed is in "
+            f"the tokeniser process has died (exit code {code}), perhaps for lack of memory; its output is in "
             "the log above; start the island again: finished shards stay"
         )

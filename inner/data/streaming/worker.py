@@ -1,9 +1,9 @@
 """The process that tokenises ahead of training. It speaks JSON over its standard input and output.
 
 its task            {"config": ..., "index": ..., "number": first shard}
-{"ask": "make"}     -> {"alive": true} now and then, {"made": what the index says} or {"made": null} at the end
-{"ask": "write"}    -> {"written": true} once the shard is in the file that it names
-anything            -> {"error": text} if the text is broken; then it ends
+{"ask": "make"}     -> {"alive": true} now and then, {"made": entries of the index} or {"made": null} at the end
+{"ask": "write"}    -> {"written": true} once the shard is in the file that the request names
+any request         -> {"error": text} if the text is broken; then the process ends
 """
 
 import json
@@ -23,9 +23,9 @@ ALIVE_SECONDS = 0.5
 
 
 def serve(processes: int) -> None:
-    """Serve the process that has started this one, until it closes its end or dies."""
+    """Serve the process that has started this one, until that process closes its end or dies."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What a library prints must not get between the answers.
+    # Standard output is for the answers only, so a library's output is sent to standard error.
     os.dup2(2, 1)
     parent = os.getppid()
     last = 0.0
@@ -50,7 +50,7 @@ def serve(processes: int) -> None:
     except InputError as error:
         answer({"error": str(error)})
     except BrokenPipeError:
-        pass  # the island has ended
+        pass  # The island has ended.
 
 
 def _answer_all(asks: Iterable[str], shards: Iterator[MadeShard], answer: Callable[[Mapping[str, Any]], None]) -> None:
@@ -61,7 +61,7 @@ def _answer_all(asks: Iterable[str], shards: Iterator[MadeShard], answer: Callab
             made = next(shards, None)
             answer({"made": None if made is None else made.made.model_dump(mode="json")})
             continue
-        assert made is not None, "what is written has been made"
+        assert made is not None, "a shard must be made before it is written"
         if made.heldout_ids is not None:
             Path(ask["heldout"]).write_bytes(made.heldout_ids.data)
         with Path(ask["path"]).open("r+b") as file:

@@ -1,6 +1,7 @@
-"""Token files that other programs have written, mapped into memory as they are: `data.source: tokens`.
+"""Token files that other programs have written, mapped into memory without conversion:
+`data.source: tokens`.
 
-NAME.bin + NAME.idx            Megatron-LM, NeMo (and what datatrove writes for them)
+NAME.bin + NAME.idx            Megatron-LM, NeMo (and datatrove's export for them)
 NAME.ds + NAME.ds.index        datatrove, nanotron
-NAME.npy                       OLMo (ids without a header), or an array that numpy has saved
+NAME.npy                       OLMo (ids without a header), or an array saved by numpy
 """

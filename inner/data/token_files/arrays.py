@@ -13,16 +13,19 @@ log = logging.getLogger(__name__)
 TYPES = {2: "uint16", 4: "uint32", 8: "int64"}
 SAMPLE_BYTES = 1 << 20
 FEWEST_IDS = 64
-"""In fewer ids zeros at every second place may be chance."""
+"""Smallest number of ids from which zeros in every second place are taken as evidence and not as
+chance."""
 MOST_TOO_HIGH = 0.9
-"""Ids of two bytes that are read as four are nearly all too high; those of another tokenizer are mostly low."""
+"""Share of too high ids above which the ids must have two bytes. If two-byte ids are read as four
+bytes, nearly all are too high; the ids of another tokenizer are mostly low."""
 NUMPY_MAGIC = b"\x93NUMPY"
 
 
 def open_array(path: Path, vocab_size: int) -> TokenFile:
-    """Open a .npy file. Documents end where eos is, and only there.
+    """Open a .npy file. Documents end only at eos.
 
-    Ids without a header have two bytes, or four if `vocab_size` is above 65,536, unless the file shows another width.
+    Ids without a header have two bytes, or four if `vocab_size` is above 65,536, unless the file
+    shows another width.
     """
     with path.open("rb") as file:
         has_header = file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC
@@ -31,7 +34,8 @@ def open_array(path: Path, vocab_size: int) -> TokenFile:
 
 
 def find_width(path: Path, vocab_size: int) -> int:
-    """Bytes of an id in a file without a header: by the vocabulary, if the beginning of the file agrees."""
+    """Return the number of bytes of an id in a file without a header. It follows from the
+    vocabulary, unless the beginning of the file shows another width."""
     expected = 2 if vocab_size <= 1 << 16 else 4
     sample = np.fromfile(path, np.uint8, SAMPLE_BYTES)
     sample = sample[: len(sample) // 8 * 8]
@@ -43,15 +47,15 @@ def find_width(path: Path, vocab_size: int) -> int:
         width = 2
     if width != expected:
         log.warning(
-            "%s: its ids have %d bytes, by what is in it, and not %d as the tokenizer with %d ids suggests; a file of "
-            "numpy.save says its type",
+            "%s: its content shows that its ids have %d bytes, and not %d as the tokenizer with %d ids suggests; a "
+            "file of numpy.save records its type",
             path, width, expected, vocab_size,
         )  # fmt: skip
     return width
 
 
 def _is_half_empty(ids: np.ndarray) -> bool:
-    """Whether every second id is 0, as where they are the upper halves of wider ones."""
+    """Return whether every second id is 0. Ids that are halves of wider ids look like this."""
     return len(ids) >= FEWEST_IDS and not ids[1::2].any() and bool(ids[::2].any())
 
 
@@ -59,5 +63,5 @@ def _open_saved(path: Path) -> np.ndarray:
     with refused(f"data.paths: {path}: numpy cannot map it", "write the file again, or name others"):
         tokens = np.lib.format.open_memmap(path, mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-        refuse(path, f"it holds {tokens.dtype} of shape {tokens.shape}, and ids are a row of integers")
+        refuse(path, f"it holds {tokens.dtype} of shape {tokens.shape}, but ids must be a 1-D array of integers")
     return tokens

@@ -10,7 +10,8 @@ TYPES = {2: "uint16", 4: "uint32"}
 
 
 def open_datatrove(path: Path) -> TokenFile:
-    """Open NAME.ds with its NAME.ds.index. The bytes of an id follow from the two. Raises InputError."""
+    """Open NAME.ds with its NAME.ds.index. The number of bytes of an id follows from both files.
+    Raises InputError."""
     index = path.with_name(f"{path.name}.index")
     if not index.is_file():
         refuse(path, f"there is no {index.name} beside it, which a .ds file of datatrove needs")
@@ -18,5 +19,5 @@ def open_datatrove(path: Path) -> TokenFile:
     check_ends(index, ends, int(ends[-1]))
     width = path.stat().st_size // max(int(ends[-1]), 1)
     if width not in TYPES:
-        refuse(path, f"it has {path.stat().st_size} bytes for {ends[-1]} ids, and an id has 2 or 4")
+        refuse(path, f"it has {path.stat().st_size} bytes for {ends[-1]} ids, but an id has 2 or 4 bytes")
     return TokenFile(path, map_ids(path, np.dtype(TYPES[width]), int(ends[-1])), ends)

@@ -26,10 +26,10 @@ def open_megatron(path: Path) -> TokenFile:
         refuse(index, f"it has {len(raw)} bytes, too few for a header")
     magic, version, code, num_sequences, num_bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC or version != 1 or code not in TYPES:
-        refuse(index, f"it is no index of Megatron of version 1 with integers (it begins with {magic!r})")
+        refuse(index, f"it is not an index of Megatron, version 1, for integer ids (it begins with {magic!r})")
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(raw) != expected:
-        refuse(index, f"it has {len(raw)} bytes, and {num_sequences} sequences need {expected}")
+        refuse(index, f"it has {len(raw)} bytes, but {num_sequences} sequences need {expected}")
     sizes = np.frombuffer(raw, np.int32, num_sequences, HEADER.size).astype(np.int64)
     bounds = np.frombuffer(raw, np.int64, num_bounds, HEADER.size + 12 * num_sequences)
     if num_bounds < 2 or bounds[0] != 0 or bounds[-1] != num_sequences or bool((np.diff(bounds) < 0).any()):

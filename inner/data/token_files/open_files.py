@@ -1,4 +1,4 @@
-"""Finds token files by data.paths, and checks the ids that are read from them."""
+"""Find token files by data.paths, and check the ids that are read from them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +15,11 @@ from inner.errors import InputError, refused
 
 
 def open_token_files(paths: Sequence[str], vocab_size: int) -> list[TokenFile]:
-    """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each; each once.
+    """Open all token files that `paths` name: files, folders or patterns. Each file is opened once.
 
-    Ids of files that do not say their type have the width that `vocab_size` or the file suggests. Raises InputError if
-    there are none or one is damaged.
+    The files are in the order of `paths`, and sorted within a folder or pattern. If a file does not
+    record the type of its ids, `vocab_size` or the content suggests their width. Raises InputError
+    if there are no files or one is damaged.
     """
     formats: dict[str, Callable[[Path], TokenFile]] = {
         ".bin": open_megatron,
@@ -53,7 +54,8 @@ class Ids(Protocol):
 
 
 class CheckedTokens:
-    """Token ids of others, each of which must be one of the run's tokenizer when it is read."""
+    """Token ids from other programs. Each id is checked to belong to the run's tokenizer when it is
+    read."""
 
     def __init__(self, tokens: Ids, vocab_size: int) -> None:
         self._tokens, self._vocab_size = tokens, vocab_size
@@ -65,7 +67,7 @@ class CheckedTokens:
         ids = self._tokens[index]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise InputError(
-                f"data.source=tokens: a token file holds the id {int(ids.max())}, and data.tokenizer has the ids 0 to "
+                f"data.source=tokens: a token file holds the id {int(ids.max())}, but data.tokenizer has the ids 0 to "
                 f"{self._vocab_size - 1}: name the tokenizer with which the files were written"
             )
         return ids

@@ -1,1 +1,2 @@
-"""Tokenizers of the `tokenizers` library: how they encode, and which of their tokens end and begin a document."""
+"""Tokenizers of the `tokenizers` library: how they encode, and which of their tokens begin and end
+a document."""

@@ -1,4 +1,5 @@
-"""Which token ends a document: by the user, by the tokenizer_config.json beside a tokenizer, or by its name."""
+"""Choose the token that ends a document: by the user's setting, by tokenizer_config.json, or by its
+name."""
 
 import json
 import logging
@@ -18,7 +19,8 @@ MOST_BYTES = 1 << 26
 
 
 def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | None, name: str) -> tuple[str, str]:
-    """The token that ends a document, and what says so. Raises InputError if there is none or it is not known."""
+    """Return the token that ends a document, and where that choice comes from. Raises InputError if
+    there is no such token."""
     told = token_name(config, "eos_token")
     source = "data.eos" if eos is not None else TOKENIZER_CONFIG
     if (given := eos if eos is not None else told) is not None:
@@ -34,24 +36,27 @@ def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | 
 
 
 def known_id(ids: Mapping[str, int], token: str, source: str, name: str) -> int:
-    """The id of a token. Raises InputError, which names by `source` who wants it, if the tokenizer does not have it."""
+    """Return the id of a token. Raises InputError, which names the `source` of the choice, if the
+    tokenizer does not have it."""
     if token not in ids:
         raise InputError(
-            f"{source} says {token!r}, which is no token of data.tokenizer {name!r}; name one of its tokens by "
+            f"{source} names {token!r}, which is not a token of data.tokenizer {name!r}; name one of its tokens by "
             f"{'data.bos' if source == 'data.bos' else 'data.eos'}{_special_names(ids)}"
         )
     return ids[token]
 
 
 def token_name(config: Mapping[str, object], key: str) -> str | None:
-    """The name of a token in a tokenizer_config.json: text, or an object with `content`."""
+    """Return the name of a token in a tokenizer_config.json, where it is a text, or an object with
+    `content`."""
     value = config.get(key)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
 
 def read_beside(folder: Path) -> dict[str, object]:
-    """The tokenizer_config.json in a folder; empty without one. Raises InputError if it is damaged."""
+    """Read the tokenizer_config.json in a folder; empty if there is none. Raises InputError if it
+    is damaged."""
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return {}
@@ -68,7 +73,8 @@ def read_beside(folder: Path) -> dict[str, object]:
 
 @cache
 def read_from_hub(name: str) -> dict[str, object]:
-    """That of a tokenizer on the hub, from the cache if it is there; empty if it has none or cannot be reached."""
+    """Read the tokenizer_config.json of a tokenizer on the hub, from the cache if possible. Empty
+    if it has none or cannot be reached."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -77,17 +83,18 @@ def read_from_hub(name: str) -> dict[str, object]:
         try:
             require_on_hub("model", name, "check the network")
             cached = huggingface_hub.hf_hub_download(name, TOKENIZER_CONFIG)
-        except Exception as error:  # noqa: BLE001 - the hub raises what its HTTP library does
+        except Exception as error:  # noqa: BLE001 - the hub's HTTP library has errors of its own
             if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-                return {}  # the hub has answered that there is none
+                return {}  # The hub has answered that it has no such file.
             log.warning(
-                "data.tokenizer %s: its %s cannot be had (%s), so eos is chosen by its name; to be sure set data.eos",
+                "data.tokenizer %s: its %s cannot be read (%s), so eos is chosen by its name; to be sure, set data.eos",
                 name, TOKENIZER_CONFIG, summarise(error),
             )  # fmt: skip
     return read_beside(Path(cached).parent) if isinstance(cached, str) else {}
 
 
 def _special_names(ids: Mapping[str, int]) -> str:
-    """Some tokens that look as if they were special, as the end of a sentence."""
+    """Return a text with some tokens that look like special tokens, to be put at the end of a
+    sentence."""
     names = sorted(token for token in ids if len(token) > 2 and token[0] in "<[" and token[-1] in ">]")
     return f", such as {', '.join(names[:SHOWN])}" if names else ""

@@ -1,4 +1,5 @@
-"""A tokenizer of the `tokenizers` library, with which a text has the same ids whatever its file had saved besides."""
+"""A tokenizer of the `tokenizers` library. Settings in its file other than the vocabulary do not
+change the ids of a text."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=byte
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library that has an end-of-text token.
 
-    `config`: what its tokenizer_config.json says. `eos` and `bos` are names that the user gives.
+    `config`: the content of its tokenizer_config.json. `eos` and `bos` are token names given by the
+    user.
     """
 
     def __init__(
@@ -28,7 +30,8 @@ class LibraryTokenizer:
         eos: str | None = None,
         bos: str | None = None,
     ) -> None:
-        # Otherwise the characters "</s>" inside a document would end it.
+        # Encode special tokens as text. Otherwise the characters "</s>" inside a document would end
+        # it.
         tokenizer.encode_special_tokens = True
         _switch_off_what_changes_ids(tokenizer)
         # The library's threads do not survive a fork and compete with the island's other ranks.
@@ -40,14 +43,17 @@ class LibraryTokenizer:
         self.eos_id, self.bos = ids[self.eos], bos
         self.first_id = None if bos is None else known_id(ids, bos, "data.bos", name)
         self.skips_bos = bos is None and config.get("add_bos_token") is True
-        """Whether the tokenizer's own config asks for a bos that is not put before documents here."""
-        # A vocabulary may have holes, so its count can lie below its highest id.
+        """Whether the tokenizer's own config asks for a bos, which is not put before documents
+        here."""
+        # Ids may have gaps, so the number of tokens can be lower than the highest id.
         self.vocab_size = max(ids.values()) + 1
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
+        """Return the library's ids. A lone surrogate becomes a question mark. Raises InputError if
+        the library fails."""
         clean = _without_surrogates(text)
-        # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
+        # encode_batch_fast computes no offsets and takes a quarter less time than encode(); larger
+        # batches are slower.
         with refused(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters", FILE_CURE):
             (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
@@ -75,10 +81,11 @@ def _without_surrogates(text: str) -> str:
 
 
 def _switch_off_what_changes_ids(tokenizer: tokenizers.Tokenizer) -> None:
-    """Truncation, padding and BPE's dropout, which a tokenizer.json keeps from the program that saved it.
+    """Switch off truncation, padding and BPE's dropout, which a tokenizer.json keeps from the
+    program that saved it.
 
-    Truncation would lose the rest of a text, padding would be learned as text, and dropout would give each island
-    other ids.
+    Truncation would lose the rest of a text, padding would be learned as text, and dropout would
+    give each island different ids.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()

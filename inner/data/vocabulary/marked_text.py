@@ -1,4 +1,4 @@
-"""Encodes pieces of text, of which some are markers, as the one text that they make together."""
+"""Encode pieces of text, some of which are markers, as one text."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,17 @@ import numpy as np
 import tokenizers
 
 BORDER = "\U0010ffff"
-"""Around the stand-in of a marker. Unicode gives this code to no character, and texts do not contain it."""
+"""Character on both sides of a marker's stand-in. Unicode assigns no character to this code, so
+texts do not contain it."""
 
 
 class MarkedText:
-    """Encodes for one tokenizer. Only a marker becomes its special token; the same characters in a text stay text.
+    """Encodes for one tokenizer. Only a marker becomes its special token; the same characters in a
+    text stay text.
 
-    The library either reads all special tokens that a text spells out or none. So each marker is replaced by a
-    stand-in, which a copy of the tokenizer knows as a token with the marker's own ways of taking spaces.
+    The library can only treat all special tokens in a text as tokens, or none. Each marker is
+    therefore replaced by a stand-in, which a copy of the tokenizer knows as a token. It treats
+    spaces around it as the marker does.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -22,12 +25,14 @@ class MarkedText:
         self._known = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._stand_ins: dict[str, str] = {}
         self._marker_ids: dict[int, int] = {}
-        """Id of each marker, by that of its stand-in."""
+        """Id of each marker, by the id of its stand-in."""
 
     def encode(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """Ids of each piece, uint32, which together are those of the whole text. `pieces`: text, is a marker.
+        """Return the ids of each piece, uint32. Together they are the ids of the whole text.
+        `pieces`: text, whether it is a marker.
 
-        A token belongs to the piece in which it begins. A marker that is no token of its own is encoded as text.
+        A token belongs to the piece in which it begins. A marker without a token of its own is
+        encoded as text.
         """
         texts = [self._stand_in(text) if is_marker else text.replace(BORDER, "\ufffd") for text, is_marker in pieces]
         (encoding,) = self._tokenizer.encode_batch(["".join(texts)], add_special_tokens=False)
@@ -44,7 +49,8 @@ class MarkedText:
     def _add(self, marker_id: int, token: tokenizers.AddedToken) -> str:
         stand_in = f"{BORDER}{token.content}{BORDER}"
         ways = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-        # Special, so that the marker itself is plain text from now on. It may have been an ordinary added token.
+        # Make it special, so that the marker itself is plain text from now on. It may have been an
+        # ordinary added token.
         self._tokenizer.add_special_tokens([token])
         self._tokenizer.add_tokens([tokenizers.AddedToken(stand_in, normalized=False, **ways)])
         number = self._tokenizer.token_to_id(stand_in)

@@ -1,1 +1,1 @@
-"""The traffic between the ranks of an island in a step, predicted."""
+"""Predictions of the traffic between the ranks of an island in a step."""

@@ -1,4 +1,5 @@
-"""Predicts the traffic between an island's ranks in one inner step: calls and bytes by mesh axis. No torch here."""
+"""Predict the traffic between an island's ranks in one inner step: calls and bytes by mesh axis. No
+torch here."""
 
 from dataclasses import dataclass
 
@@ -10,11 +11,11 @@ from inner.model.block_params import block_params
 from inner.model.stage import Stage
 
 GRADIENT_BYTES = 4
-"""Bytes per element: gradients are reduced in fp32."""
+"""Bytes per element of gradients, which are reduced in fp32."""
 OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
 SCALARS = "scalars"
-"""Operation of collectives of a few bytes: losses, norms, counts. They are bookkeeping and not predicted."""
+"""Name of collectives of a few bytes, such as losses, norms and counts. They are not predicted."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,7 +29,8 @@ class TrafficRow:
 
 
 def sent_bytes(op: str, size: int, num_ranks: int) -> int:
-    """Bytes that one rank sends in one call with `size` bytes of input, in a ring of `num_ranks`.
+    """Return the bytes that one rank sends in one call with `size` bytes of input, in a ring of
+    `num_ranks`.
 
     all_gather                            (n - 1) x size         each piece passes every link but one
     reduce_scatter, all_to_all            (n - 1) / n x size
@@ -47,10 +49,11 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
 
 
 def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
-    """Traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of one inner step.
+    """Return the traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of
+    one inner step.
 
-    It excludes bookkeeping of a few bytes (losses, norms, counts, NorMuon's number for each row). Muon's exchange
-    is that of all matrices in one param group; AdamW and SGD send nothing.
+    Collectives of a few bytes are left out (losses, norms, counts, NorMuon's number per row).
+    Muon's traffic is predicted for all matrices in one param group; AdamW and SGD send nothing.
     """
     tally = _Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)
@@ -88,7 +91,8 @@ class _Tally:
 
 
 def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
-    """Weights are gathered whenever they were freed; only the last micro-batch reduces gradients over replicas."""
+    """Count FSDP's traffic. Weights are gathered each time after they were freed; gradients are
+    reduced over replicas only in the last micro-batch."""
     reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
     ends = (work.embedding(stage), gathers.embedding), (work.root(stage), gathers.root)
     for group, count in (*ends, *[(work.block, gathers.block)] * len(stage.layers)):
@@ -99,11 +103,12 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
 
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """The stream is gathered before each pair of matrices and partial sums scattered after; backward the reverse."""
+    """Count tensor parallelism's traffic. The stream is gathered before each pair of matrices, and
+    partial sums are scattered after it; the backward does the reverse."""
     num_micro_batches, num_layers = work.num_micro_batches, len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
-    # The repetition of a block stops before its last product, so it skips the last scatter.
+    # The repetition of a block stops before its last matrix product, so it skips the last scatter.
     repeats = num_layers * (work.parallel.recompute == "full")
     if work.parallel.sequence_parallel:
         gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
@@ -118,11 +123,13 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> None:
-    """Gradients of weights that all ranks of tp hold are summed over them at once, after all micro-batches."""
+    """Count the sums over tp of gradients of weights that all its ranks hold: one call after all
+    micro-batches."""
     sizes, tp = work.sizes, work.degrees.tp
     splits_stream = work.parallel.splits_stream(tp)
     everywhere = [param for param in block_params(sizes) if param.is_on_all_ranks(sizes, tp)]
-    # Norms of a stream that is whole on each rank see the same values there, and have the same gradients.
+    # If the stream is whole on each rank, norms see the same values on all ranks and have the same
+    # gradients.
     summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
     block = [param.rank_shape(sizes, tp) for param in summed]
     shapes = [shape for stage in stages for shape in block * len(stage.layers)]
@@ -132,7 +139,8 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
 
 
 def _count_loss(tally: _Tally, work: Workload) -> None:
-    """Each chunk of tokens all-reduces the largest logit, then the sums of exponentials and of target logits."""
+    """Count the loss's traffic. Each chunk of tokens all-reduces the largest logit, then the sums
+    of exponentials and of target logits."""
     for first in range(0, work.tokens, work.parallel.loss_chunk):
         chunk = min(work.parallel.loss_chunk, work.tokens - first)
         tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
@@ -140,9 +148,11 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
 
 
 def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """Keys and values visit each rank, forward and backward, and their fp32 gradients return; ulysses exchanges heads.
+    """Count context parallelism's traffic. Keys and values visit each rank, forward and backward,
+    and their fp32 gradients return; ulysses exchanges heads.
 
-    A block that is recomputed repeats its exchange. Every rank knows the documents of all positions.
+    A block that is recomputed repeats its exchange. Documents need no traffic, because every rank
+    knows them for all positions.
     """
     backwards = work.num_micro_batches * len(stage.layers)
     forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
@@ -161,7 +171,8 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """The stream goes to the next stage and its gradient to the previous one, unless both are on this rank."""
+    """Count the pipeline's traffic. The stream goes to the next stage and its gradient to the
+    previous stage, unless both stages are on this rank."""
     size = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     for other in (stage.index + 1, stage.index - 1):
         if 0 <= other < len(work.stages) and work.stage_ranks[other] != work.stage_ranks[stage.index]:
@@ -169,9 +180,10 @@ def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
-    """Both ends of a pipeline hold a tied table and sum its gradients."""
+    """Count the sum of a tied table's gradients over the two ends of a pipeline, which both hold
+    the table."""
     ends = work.stage_ranks[0], work.stage_ranks[-1]
     if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
         shard = work.table.shard_numel(work.degrees.fsdp)
-        # With two ranks, the ends are all of pp.
+        # With two ranks, the two ends are all ranks of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

@@ -1,4 +1,5 @@
-"""Counts FSDP's all-gathers of weights in an inner step, from the order in which stages compute. No torch here."""
+"""Count FSDP's all-gathers of weights in an inner step, from the order in which stages compute. No
+torch here."""
 
 from dataclasses import dataclass
 
@@ -17,11 +18,12 @@ class StageGathers:
 
 
 def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
-    """All-gathers of each stage of a pipeline coordinate, by stage index.
+    """Return the number of all-gathers of each stage of a pipeline coordinate, by stage index.
 
-    A forward or backward gathers the weights that it needs and that are not there. The weights of a block and of the
-    embedding are freed after their forward under ZeRO-3, after their backward (in a pipeline only after the last one),
-    and when their stage is not among the next to compute. The backward of the embedding needs no weights.
+    A forward or backward gathers the weights that it needs and that are not already gathered. The
+    weights of a block and of the embedding are freed after their forward under ZeRO-3, after their
+    backward (in a pipeline only after the last backward), and when their stage is not among the
+    next to compute. The backward of the embedding needs no weights.
     """
     order = work.orders[pp_rank]
     is_pipeline = work.degrees.pp > 1
@@ -52,7 +54,7 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
 
 
 def _next_stages(order: list[Action], number: int) -> set[int]:
-    """The first MANAGED_STAGES different stages of the actions from `number` on."""
+    """Return the first MANAGED_STAGES different stages of the actions from `number` on."""
     stages: set[int] = set()
     for action in order[number:]:
         stages.add(action.stage)

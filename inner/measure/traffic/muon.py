@@ -1,4 +1,5 @@
-"""Predicts what Muon sends in a step: shards of matrices that it orthogonalises whole, and back. No torch here."""
+"""Predict Muon's traffic in a step: it sends shards of matrices, orthogonalises whole matrices, and
+sends shards back. No torch here."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ FP32 = 4
 
 
 class MatrixKind(NamedTuple):
-    """Matrices of one shape that are sharded alike. FSDP shards their rows."""
+    """The matrices that have one shape and one sharding. FSDP shards their rows."""
 
     rows: int
     cols: int
     tp_dim: int | None
-    """The dim that tp shards; None if every rank of tp has the whole matrix."""
+    """The dimension that tp shards; None if every rank of tp has the whole matrix."""
 
 
 class Exchange(NamedTuple):
@@ -29,19 +30,20 @@ class Exchange(NamedTuple):
 
 
 def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[Exchange]:
-    """Muon's exchange of the matrices of these stages' layers, as one param group has them all."""
+    """Yield Muon's exchanges for the matrices of these stages' layers, if one param group has them
+    all."""
     num_layers = sum(len(stage.layers) for stage in stages)
     for kind, count in _matrix_kinds(work).items():
         yield from _exchanges_of(work, kind, -(-count * num_layers // _num_ranks(work)))
 
 
 def _num_ranks(work: Workload) -> int:
-    """Ranks over which a stage's parameters are spread."""
+    """Return the number of ranks over which a stage's parameters are spread."""
     return work.degrees.dp_replicate * work.degrees.fsdp * work.degrees.tp
 
 
 def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
-    """The matrices of a layer, by kind."""
+    """Count the matrices of a layer by kind."""
     sizes, is_split = work.sizes, work.degrees.tp > 1
     by_rows, by_cols = 0, 1 if is_split else 0
     of_kv = None if sizes.num_kv_heads < work.degrees.tp else by_rows
@@ -57,7 +59,8 @@ def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
 
 
 def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:
-    """Of so many batches, each of as many matrices as there are ranks (inner/optim/muon/matrix_exchange.py)."""
+    """Yield the exchanges of `batches` batches, each of one matrix per rank
+    (inner/optim/muon/matrix_exchange.py)."""
     replicas, shards, tp = work.degrees.dp_replicate, work.degrees.fsdp, work.degrees.tp
     rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
     cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols

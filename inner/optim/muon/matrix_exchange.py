@@ -1,7 +1,8 @@
-"""Deals sharded matrices out to the ranks of their mesh, one whole matrix each, and brings results back as shards.
+"""Distribute sharded matrices over the ranks of their mesh, one whole matrix each, and return the
+results as shards.
 
 dp_replicate   every rank takes its share of the matrices       results are gathered
-fsdp, tp       shards go to the rank that gets the matrix       and come back
+fsdp, tp       shards go to the rank that gets the matrix       results come back as shards
 """
 
 from collections.abc import Sequence
@@ -26,19 +27,22 @@ class _Axis(NamedTuple):
     size: int
     rank: int
     dim: int | None
-    """The dim of the matrices that it shards; None if it has replicas."""
+    """The dimension of the matrices that the axis shards; None if the axis has replicas."""
     length: int
-    """Rows or columns of a matrix once the shards of this axis, and of those before it, are together."""
+    """Number of rows or columns of a matrix when the shards of this axis, and of all axes before
+    it, are joined."""
 
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """The exchange of matrices of one kind. Every rank of their mesh must make each call together."""
+    """The exchange of matrices of one kind. All ranks of their mesh must make each call
+    together."""
 
     axes: list[_Axis]
-    """Those with replicas first. Where two axes shard one dim, the second one was applied first."""
+    """The axes, those with replicas first. If two axes shard the same dimension, the second one was
+    applied first."""
     shard: tuple[int, int]
-    """Rows and columns of the largest shard; others are padded to it."""
+    """Rows and columns of the largest shard. Other shards are padded to this size."""
 
     @property
     def num_ranks(self) -> int:
@@ -53,7 +57,8 @@ class MatrixExchange:
         return index
 
     def deal(self, matrices: Sequence[Tensor]) -> Tensor:
-        """This rank's matrix, whole, of at most `num_ranks`; zeros if there are fewer."""
+        """Return this rank's whole matrix out of at most `num_ranks` matrices; zeros if it gets
+        none."""
         first = local_tensor(matrices[0])
         x = first.new_zeros((self.num_ranks, *self.shard))
         for place, matrix in zip(x, matrices, strict=False):
@@ -61,11 +66,12 @@ class MatrixExchange:
             place[: local.shape[0], : local.shape[1]] = local
         for axis in self.axes:
             x = x.chunk(axis.size)[axis.rank] if axis.dim is None else _join(x, axis, axis.dim)
-        # Contiguous, because strides decide how products round.
+        # Make it contiguous, because strides affect how matrix products round.
         return x[0].contiguous()
 
     def collect(self, whole: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """What all ranks have made of `matrices`, sharded like them, from what this one has made of its own."""
+        """Collect the results of all ranks and return them sharded like `matrices`. `whole`: this
+        rank's result for its matrix."""
         x = whole[None]
         for axis in reversed(self.axes):
             x = _gather(x, axis) if axis.dim is None else _split(x, axis, axis.dim)
@@ -73,7 +79,8 @@ class MatrixExchange:
         return [_like(piece, matrix) for piece, matrix in pairs if isinstance(matrix, DTensor)]
 
     def gather(self, vector: Tensor, count: int) -> list[Tensor]:
-        """The vectors that the ranks of the first `count` matrices have made of them, on every rank."""
+        """Return on every rank the vectors of all ranks that had one of the first `count` matrices.
+        `vector`: this rank's vector."""
         x = vector[None]
         for axis in reversed(self.axes):
             x = _gather(x, axis)
@@ -81,10 +88,10 @@ class MatrixExchange:
 
 
 def build_exchange(matrix: DTensor) -> MatrixExchange:
-    """The exchange for matrices that are shaped and sharded like this one."""
+    """Build the exchange for matrices with the shape and sharding of `matrix`."""
     mesh, shape = matrix.device_mesh, list(matrix.shape)
     place = mesh.get_coordinate()
-    assert place is not None, "a matrix of another rank's mesh"
+    assert place is not None, "this rank is not in the matrix's mesh"
     replicas: list[_Axis] = []
     shards: list[_Axis] = []
     for number in reversed(range(mesh.ndim)):
@@ -100,7 +107,8 @@ def build_exchange(matrix: DTensor) -> MatrixExchange:
 
 
 def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
-    """Give each rank of the axis its share of the matrices with all shards of them."""
+    """Exchange shards along an axis, so that each of its ranks gets a share of the matrices with
+    all shards joined."""
     (M, A, B), k = x_MAB.shape, axis.size
     blocks = _swap(x_MAB, axis).view(k, M // k, A, B)
     if dim == 0:
@@ -124,14 +132,14 @@ def _split(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
 
 
 def _swap(x_MAB: Tensor, axis: _Axis) -> Tensor:
-    """Send the ranks of the axis one part of the matrices each, and get theirs."""
+    """Send one part of the matrices to each rank of the axis, and receive one part from each."""
     received = torch.empty_like(x_MAB, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x_MAB.contiguous(), group=axis.group)
     return received
 
 
 def _gather(x: Tensor, axis: _Axis) -> Tensor:
-    """Concatenate what the ranks of the axis have along the first dim."""
+    """Concatenate the tensors of the axis's ranks along the first dimension."""
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
     return gathered

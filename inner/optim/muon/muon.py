@@ -1,8 +1,9 @@
 """Muon and NorMuon on sharded matrices, with the same result on every mesh.
 
-torch.optim.Muon is not used because it orthogonalises shards, whose sums have another order than those of one process,
-so that rounding differences grow over the iteration. Measured, its first update on 2 to 4 ranks differs by 3 % from
-that of one process. Here, in fp32 on whole matrices, it differs by 1e-5.
+torch.optim.Muon is not used, because it orthogonalises shards. Their sums are added in another
+order than in one process, and the rounding differences grow over the iteration: its first update on
+2 to 4 ranks was measured to differ by 3 % from one process. Here, with fp32 and whole matrices, the
+difference is 1e-5.
 """
 
 import math
@@ -21,11 +22,12 @@ ROWS = "row_mean_square"
 class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalised Nesterov momentum of each matrix, with decoupled weight decay.
 
-    For 2-D parameters only. Updates are scaled to the size of AdamW's, so the same lr and weight decay apply: Muon is
-    Scalable for LLM Training (2502.16982), eq. 4. All ranks of the parameters' mesh must call step() together.
+    For 2-D parameters only. Updates are scaled to the size of AdamW's updates, so that the same lr
+    and weight decay apply: Muon is Scalable for LLM Training (2502.16982), eq. 4. All ranks of the
+    parameters' mesh must call step() together.
 
-    With `row_beta` it is NorMuon (2510.05491), see `normalise_rows`. The mean squares of a matrix's rows, fp32, are
-    whole on each rank that holds a shard of it.
+    With `row_beta` it is NorMuon (2510.05491), see `normalise_rows`. Each rank that holds a shard
+    of a matrix keeps the mean squares of all its rows, in fp32.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype = torch.float32,
         row_beta: float | None = None,
     ) -> None:
-        """`dtype`: of the products by which matrices are orthogonalised, see `product_dtype`."""
+        """`dtype`: dtype of the products that orthogonalise matrices, see `product_dtype`."""
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
         self.dtype, self.row_beta = dtype, row_beta
         for group in self.param_groups:
@@ -54,8 +56,8 @@ class Muon(torch.optim.Optimizer):
                     param.add_(update, alpha=-0.2 * math.sqrt(max(param.shape)) * group["lr"])
 
     def _nesterov_momentum(self, param: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum of the gradient, sharded like the parameter."""
-        assert param.grad is not None, "step() leaves out parameters without a gradient"
+        """Return the Nesterov momentum of the gradient, sharded like the parameter."""
+        assert param.grad is not None, "step() must leave out parameters without a gradient"
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
@@ -63,7 +65,8 @@ class Muon(torch.optim.Optimizer):
         return param.grad.lerp(average, momentum)
 
     def _find_updates(self, batch: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
-        """The orthogonalised directions of a batch, with NorMuon's rows. Sharded like the parameters."""
+        """Return the orthogonalised directions of a batch, normalised by rows if it is NorMuon,
+        sharded like the parameters."""
         if self.row_beta is None:
             return orthogonalise(directions, self.dtype)
         beta, rows = self.row_beta, [self._rows(param) for param in batch]
@@ -83,12 +86,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def _kind(matrix: Tensor) -> tuple[tuple[int, ...], str]:
-    """Equal for matrices that are of one shape and sharded alike."""
+    """Return a key that is equal for matrices with the same shape and sharding."""
     return tuple(matrix.shape), str(matrix.placements) if isinstance(matrix, DTensor) else ""
 
 
 def _batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one kind, as many as there are ranks in their mesh, or fewer. They must be sorted by kind."""
+    """Yield batches of matrices of one kind, at most one matrix per rank of their mesh. They must
+    be sorted by kind."""
     for _, of_kind in groupby(matrices, _kind):
         members = list(of_kind)
         size = members[0].device_mesh.size() if isinstance(members[0], DTensor) else 1

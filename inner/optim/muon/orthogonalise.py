@@ -1,4 +1,5 @@
-"""Orthogonalising matrices, each on one of the ranks that hold a shard of it, and NorMuon's even rows."""
+"""Orthogonalise matrices, each on one of the ranks that hold a shard of it, and normalise rows for
+NorMuon."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,19 +10,21 @@ from torch.distributed.tensor import DTensor
 
 from inner.optim.muon.matrix_exchange import build_exchange
 
-# Quintic iteration x <- a x + (b xx' + c (xx')^2) x: steep at 0, it maps singular values to about 0.7 .. 1.2.
+# Quintic iteration x <- a x + (b xx' + c (xx')^2) x: it is steep at 0 and maps singular values to
+# about 0.7 .. 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 EPS = 1e-8
 
 
 def product_dtype(device_type: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """The compute dtype on an accelerator, where bf16 is many times as fast; fp32 on a CPU, on every mesh the same."""
+    """Return the compute dtype on an accelerator, where bf16 is several times as fast; on a CPU
+    always fp32."""
     return torch.float32 if device_type == "cpu" else compute_dtype
 
 
 def _as_it_is(index: int, update: Tensor) -> Tensor:
-    """Default of `finish` in `orthogonalise`."""
+    """Return the update unchanged. This is the default of `finish` in `orthogonalise`."""
     return update
 
 
@@ -30,10 +33,12 @@ def orthogonalise(
     dtype: torch.dtype = torch.float32,
     finish: Callable[[int, Tensor], Tensor] = _as_it_is,
 ) -> list[Tensor]:
-    """Orthogonalise matrices of one kind. Of sharded ones each rank of their mesh does one, whole.
+    """Orthogonalise matrices of one kind. If they are sharded, each rank of their mesh
+    orthogonalises one whole matrix.
 
-    The rank that did a matrix also calls `finish` with its index and what came out, for what the result is to be. The
-    results are sharded alike. Every rank of the mesh must call it with the same list.
+    The rank with a matrix also calls `finish` with its index and the orthogonalised matrix; the
+    return value is the result. Results are sharded like the matrices. Every rank of the mesh must
+    call it with the same list.
     """
     first = matrices[0]
     if not isinstance(first, DTensor):
@@ -46,7 +51,8 @@ def orthogonalise(
 
 
 def gather_rows(first: Tensor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The mean squares of a batch on every rank, where each has those of its matrix. `first`: a matrix of the batch."""
+    """Return the mean squares of all matrices of a batch, although each rank has computed only
+    those of its own matrix. `first`: a matrix of the batch. Every rank of its mesh must call it."""
     if not isinstance(first, DTensor):
         return rows
     exchange = build_exchange(first)
@@ -55,7 +61,8 @@ def gather_rows(first: Tensor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def normalise_rows(update_MN: Tensor, before_M: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """NorMuon's update (2510.05491), as long as an orthogonal matrix, and the mean squares of its rows so far.
+    """Return NorMuon's update (2510.05491), scaled to the norm of an orthogonal matrix, and the new
+    mean squares of its rows.
 
     v <- beta v + (1 - beta) mean(O^2) by row;  O / (sqrt(v) + eps), scaled to the norm sqrt(min(M, N))
     """

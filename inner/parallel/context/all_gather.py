@@ -1,7 +1,9 @@
-"""Attention to gathered keys, as in Llama 3 (2407.21783, 3.3.2): each rank of cp temporarily holds all keys.
+"""Attention to gathered keys, as in Llama 3 (2407.21783, 3.3.2): each rank of cp temporarily holds
+all keys.
 
-It has the ring's order of positions and sends as many bytes, but in one message instead of w - 1, and computes three
-blocks of scores instead of w. In exchange it needs memory for the keys and values of the whole sequence.
+It uses the ring's order of positions and sends as many bytes, but in one message instead of w - 1,
+and computes three blocks of scores instead of w. It needs more memory, for the keys and values of
+the whole sequence.
 """
 
 from collections.abc import Iterator
@@ -44,7 +46,8 @@ class AllGather:
 
 
 class GatheredGradients:
-    """KeyGradients that each rank accumulates for the whole sequence, then exchanges and sums at the end."""
+    """KeyGradients that each rank accumulates for the whole sequence, and that are exchanged and
+    summed at the end."""
 
     def __init__(self, own_2BSKE: Tensor, group: ProcessGroup) -> None:
         B, S, K, E = own_2BSKE.shape[1:]
@@ -57,14 +60,15 @@ class GatheredGradients:
     def collect(self) -> Tensor:
         # gloo accepts a strided tensor but sends the wrong numbers.
         send = zigzag_split(self._sum_2BTKE, self._group.size(), POSITIONS).movedim(POSITIONS, 0).contiguous()
-        # gloo's reduce_scatter is slower, and this sums in rank order on every rank.
+        # gloo's own reduce_scatter is slower. This exchange also sums in rank order on every rank.
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=self._group)
         return received.sum(0)
 
 
 def _gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Start gathering each rank's contiguous tensor, (rank, ...). Every rank must call it, in step."""
+    """Start gathering the contiguous tensors of all ranks, (rank, ...). All ranks must call it in
+    the same order."""
     assert tensor.is_contiguous(), tensor.stride()
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     work = dist.all_gather(list(gathered.unbind()), tensor, group=group, async_op=True)

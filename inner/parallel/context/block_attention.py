@@ -1,8 +1,8 @@
-"""Exact causal attention computed block by block; blocks are merged by their log-sum-exp.
+"""Exact causal attention computed block by block. Blocks are merged by their log-sum-exp.
 
-A KeyExchange (ring.py, all_gather.py) brings keys to a rank's queries and gradients back to the rank of the keys.
-Which documents they are of is known on every rank. Shape suffixes are those of inner.model.attention_kernels; kernels
-order dimensions as B, H, S, the model as B, S, H.
+A KeyExchange (ring.py, all_gather.py) brings keys to a rank's queries, and gradients back to the
+rank of the keys. Every rank knows the documents of all keys. Shape suffixes are those of
+inner.model.attention_kernels. Kernels order dimensions as B, H, S, the model as B, S, H.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,12 @@ from inner.model.attention_kernels import (
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values of some positions, and the numbers of their documents, which stay on the host."""
+    """Keys and values of some positions, and the document numbers of these positions, which stay on
+    the host."""
 
     kv_2BTKE: Tensor
     documents_BT: np.ndarray | None
-    """None without a packing. They are not read where the keys are the rank's own."""
+    """None without a packing. Not read if the keys are the rank's own."""
 
     def at(self, span: slice) -> "KeyBlock":
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, span]
@@ -35,14 +36,15 @@ class KeyBlock(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Queries of some positions, the numbers of their documents, and the attention accumulated so far."""
+    """Queries of some positions, the document numbers of these positions, and the attention
+    accumulated so far."""
 
     q_BHSE: Tensor
     documents_BS: np.ndarray | None
     output: AttentionOutput
 
     def at(self, span: slice, rows: slice = slice(None)) -> "QueryBlock":
-        """The block at a range of positions, of all sequences or of some."""
+        """Return the block at a range of positions, for all sequences or for `rows`."""
         documents_BS = None if self.documents_BS is None else self.documents_BS[rows, span]
         output = AttentionOutput(self.output.out_BHSE[rows, :, span], self.output.lse_BHS[rows, :, span])
         return QueryBlock(self.q_BHSE[rows, :, span], documents_BS, output)
@@ -54,21 +56,23 @@ class ScoreBlock(NamedTuple):
     queries: slice
     keys: KeyBlock
     span: slice
-    """The range of `keys`."""
+    """The range of `keys` that the queries see."""
     is_own: bool
-    """Whether the keys are the rank's own: then attention is causal. In other blocks all keys come before all queries,
-    which see those of their document."""
+    """Whether the keys are the rank's own, so that attention is causal. In other blocks all keys
+    come before all queries, and each query sees the keys of its own document."""
 
 
 class KeyGradients(Protocol):
     """Sums the gradients of each rank's keys and values over all ranks, in at least fp32."""
 
     def add(self, block: ScoreBlock, dkv_2BTKE: Tensor) -> None:
-        """Add the gradients of a block's keys that are not the rank's own; call it in the order of the blocks."""
+        """Add the gradients of a block's keys, which are not the rank's own. Call it in the order
+        of the blocks."""
         ...
 
     def collect(self) -> Tensor:
-        """Sum over the other ranks for this rank's keys, (2, B, S, K, E). Every rank must call it, at the end."""
+        """Return the sum over the other ranks for this rank's keys, (2, B, S, K, E). Every rank
+        must call it, at the end."""
         ...
 
 
@@ -76,21 +80,24 @@ class KeyExchange(Protocol):
     """Brings the keys of all ranks of a group to each rank. Every rank must exhaust `blocks`."""
 
     def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
-        """Yield the blocks of scores that this rank computes, first that of its own keys `kv_2BSKE`, contiguous.
+        """Yield the blocks of scores that this rank computes, first the block of its own keys
+        `kv_2BSKE`, which is contiguous.
 
-        In that block each query sees at least itself, so no query is without a key in later blocks.
+        In the first block each query sees at least its own key, so it has a finite log-sum-exp
+        before later blocks.
         """
         ...
 
     def gradients(self, own_2BSKE: Tensor) -> KeyGradients:
-        """Create the sums, for keys and values with the shape and dtype of `own_2BSKE`."""
+        """Create the sums for keys and values with the shape and dtype of `own_2BSKE`."""
         ...
 
 
 def block_attention(
     q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, exchange: KeyExchange
 ) -> Tensor:
-    """`causal_attention` of the whole sequence at this rank's positions. All ranks must call it, in step.
+    """Compute `causal_attention` of the whole sequence at this rank's positions. All ranks must
+    call it in the same order.
 
     Only the rank's own positions are kept for the backward, which exchanges keys and values again.
     """
@@ -135,7 +142,8 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:
-    """Queries with nothing accumulated yet; attention accumulates in at least fp32."""
+    """Build a block of queries without any attention yet. Attention accumulates in at least
+    fp32."""
     q_BHSE = q_BSHE.transpose(1, 2)
     dtype = torch.promote_types(q_BSHE.dtype, torch.float32)
     lse_BHS = torch.full(q_BHSE.shape[:3], -torch.inf, dtype=dtype, device=q_BSHE.device)
@@ -144,7 +152,8 @@ def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:
 
 
 def _accumulate(queries: QueryBlock, block: ScoreBlock, packing: Packing | None) -> None:
-    """Merge the attention of the queries to a block's keys into what they have accumulated, in place."""
+    """Merge attention to a block's keys into the attention that the queries have accumulated, in
+    place."""
     if block.is_own:
         _merge(queries.output, _own_attention(queries.q_BHSE, block.keys.kv_2BTKE, packing))
         return
@@ -163,9 +172,10 @@ def _merge(accumulated: AttentionOutput, new: AttentionOutput) -> None:
 
 
 def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: KeyBlock, dtype: torch.dtype) -> Tensor:
-    """Add a block's contribution to `dq_BHSE`, and return that to the keys' gradients, dkv_2BTKE in `dtype`.
+    """Add a block's contribution to `dq_BHSE`, and return its contribution to the keys' gradients,
+    dkv_2BTKE in `dtype`.
 
-    The queries hold their complete attention, in their own dtype.
+    The queries must hold their complete attention, in their own dtype.
     """
     dkv_2BTKE = torch.zeros_like(keys.kv_2BTKE, dtype=dtype)
     for part in _visible_parts(queries, keys):
@@ -177,7 +187,7 @@ def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: Ke
 
 
 class _Part(NamedTuple):
-    """Queries and keys of some sequences that all see each other."""
+    """Queries and keys of some sequences, all of which see each other."""
 
     rows: slice
     queries: slice
@@ -189,9 +199,11 @@ class _Part(NamedTuple):
 
 
 def _visible_parts(queries: QueryBlock, keys: KeyBlock) -> Iterator[_Part]:
-    """The scores of a block whose keys all come before its queries.
+    """Yield the parts of a block in which queries see keys, if all of its keys come before all of
+    its queries.
 
-    A sequence has at most one document with both: that of its last key, if it is that of its first query.
+    A sequence has at most one such part: the document of its last key, if its first query is in the
+    same document.
     """
     if queries.documents_BS is None or keys.documents_BT is None:
         yield _Part(slice(None), slice(None), slice(None))
@@ -204,7 +216,8 @@ def _visible_parts(queries: QueryBlock, keys: KeyBlock) -> Iterator[_Part]:
 
 
 def _own_attention(q_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None) -> AttentionOutput:
-    """Causal attention to the rank's own keys. Of a document, the rank's positions lie side by side."""
+    """Compute causal attention to the rank's own keys. The positions of a document that the rank
+    holds are contiguous."""
     k_BSKE, v_BSKE = kv_2BSKE
     if packing is None:
         return dense_forward(q_BHSE, k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), is_causal=True)
@@ -217,7 +230,7 @@ def _own_attention(q_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None) ->
 def _own_gradients(
     queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None
 ) -> Tensor:
-    """As `_gradients`, through the rank's own keys, in their dtype."""
+    """Like `_gradients`, but for the rank's own keys, and in their dtype."""
     k_BSKE, v_BSKE = kv_2BSKE
     if packing is None:
         keys = k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)

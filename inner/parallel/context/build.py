@@ -1,4 +1,5 @@
-"""Context parallelism: a sequence is spread over the ranks of cp; only attention reads other ranks' positions.
+"""Context parallelism: a sequence is spread over the ranks of cp, and only attention reads other
+ranks' positions.
 
 ring          zigzag        keys and values pass around, w - 1 messages overlap compute     least memory
 all_gather    zigzag        the same bytes in one message                                   few large kernels
@@ -21,7 +22,8 @@ from inner.parallel.context.zigzag import zigzag_split
 
 
 def rank_positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -> Tensor:
-    """Positions in the sequence that a rank holds, in its own order: int64 (seq_len / cp,) on the CPU."""
+    """Return the positions in the sequence that a rank holds, in its own order: int64 (seq_len /
+    cp,) on the CPU."""
     everywhere = torch.arange(seq_len, device="cpu")
     if cp == 1:
         return everywhere
@@ -29,10 +31,12 @@ def rank_positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -
 
 
 def build_attend(method: ContextMethod, group: ProcessGroup) -> Attend:
-    """Build `causal_attention` over the ranks of `group`, each at its `rank_positions`; all must call it in step."""
+    """Build `causal_attention` over the ranks of `group`, each at its `rank_positions`. All ranks
+    must call it in the same order."""
     if method == "ulysses":
         attend = partial(ulysses_attention, group=group)
     else:
         attend = partial(block_attention, exchange=Ring(group) if method == "ring" else AllGather(group))
-    # torch.compile would break the graph at every exchange, and hangs in that of all_gather.
+    # torch.compile would break the graph at every exchange, and hangs in the exchange of
+    # all_gather.
     return torch.compiler.disable(attend)  # pyright: ignore[reportReturnType] - of many overloads

@@ -1,11 +1,12 @@
-"""Ring attention (2310.01889): keys and values pass around the ranks of cp, whose queries attend to them in turn.
+"""Ring attention (2310.01889): keys and values pass around the ranks of cp, whose queries attend to
+them in turn.
 
-In zigzag order a rank's queries see
+In zigzag order each rank holds two chunks of the sequence. Its queries see these keys
 
-    of a lower rank     its first chunk; its second chunk comes after both of theirs
-    of a higher rank    both chunks, but only from their own second chunk; their first comes before both
+    of a lower rank     the first chunk only, because the second comes after both of this rank's chunks
+    of a higher rank    both chunks, but only from this rank's second chunk, because its first comes before both
 
-so in every step but the first each rank computes the same half of a square of scores.
+so in every step except the first, each rank computes the same half of a square of scores.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from inner.parallel.context.zigzag import zigzag_piece
 
 
 class Ring:
-    """A KeyExchange that passes keys on to the next rank and receives the next ones while it uses them."""
+    """A KeyExchange that passes keys on to the next rank, and receives the next keys while it uses
+    the current ones."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -41,7 +43,8 @@ class Ring:
 
 
 class RingGradients:
-    """KeyGradients that travel one step behind the keys; the last step sends them back to their own rank."""
+    """KeyGradients that travel one step behind the keys. The last step sends them back to the keys'
+    own rank."""
 
     def __init__(self, own_2BSKE: Tensor, group: ProcessGroup) -> None:
         self._incoming = _Incoming(torch.zeros_like(own_2BSKE), [])
@@ -72,14 +75,15 @@ class _Incoming(NamedTuple):
     works: list[Work]
 
     def wait(self) -> Tensor:
-        """Wait for the tensor to arrive, and for that of this rank to be sent."""
+        """Wait until the tensor has arrived and this rank's own tensor has been sent."""
         for work in self.works:
             work.wait()
         return self.tensor
 
 
 def _send_to_next(tensor: Tensor, group: ProcessGroup) -> _Incoming:
-    """Start sending to the next rank and receiving the same shape from the previous one; all ranks call it in step."""
+    """Start sending to the next rank and receiving a tensor of the same shape from the previous
+    rank. All ranks must call it in the same order."""
     # gloo accepts a strided tensor but sends the wrong numbers.
     assert tensor.is_contiguous(), tensor.stride()
     received = torch.empty_like(tensor)

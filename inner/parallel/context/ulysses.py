@@ -1,7 +1,9 @@
-"""DeepSpeed Ulysses (2309.14509): ranks of cp exchange all heads of their positions for all positions of some heads.
+"""DeepSpeed Ulysses (2309.14509): ranks of cp exchange all heads of their positions for all
+positions of some heads.
 
-It sends the fewest bytes and uses the attention of one process. However, the ranks must divide the heads, and each
-rank keeps the queries, keys and values of all positions (of its heads) for the backward.
+It sends the fewest bytes and uses the attention of a single process. However, the number of ranks
+must divide the numbers of heads, and each rank keeps the queries, keys and values of all positions
+(of its heads) for the backward.
 """
 
 from typing import Any
@@ -18,14 +20,16 @@ from inner.model.attention import causal_attention
 def ulysses_attention(
     q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, group: ProcessGroup
 ) -> Tensor:
-    """`causal_attention` of the whole sequence at this rank's positions. Every rank of `group` must call it, in step.
+    """Compute `causal_attention` of the whole sequence at this rank's positions. All ranks of
+    `group` must call it in the same order.
 
-    Ranks hold contiguous positions in rank order; H and K are multiples of the group's size. The packing is that of all
-    positions.
+    Ranks hold contiguous positions in rank order. H and K are multiples of the group's size. The
+    packing is for all positions.
     """
     num_ranks = group.size()
     B, S, H, E = q_BSHE.shape
-    # One exchange moves all three, with each rank's share of the heads side by side.
+    # One exchange moves queries, keys and values together, with each rank's share of the heads side
+    # by side.
     shares = [x.unflatten(2, (num_ranks, -1)) for x in (q_BSHE, k_BSKE, v_BSKE)]
     heads = [share.shape[3] for share in shares]
     received = _exchange(torch.cat(shares, dim=3).movedim(2, 0), group)
@@ -36,7 +40,8 @@ def ulysses_attention(
 
 
 def _exchange(sent: Tensor, group: ProcessGroup) -> Tensor:
-    """Send sent[i] to rank i; result[i] is from rank i. Differentiable. Every rank must call it, in step."""
+    """Send sent[i] to rank i; result[i] is from rank i. Differentiable. All ranks must call it in
+    the same order."""
     received = _Exchange.apply(sent, group)
     assert isinstance(received, Tensor)
     return received

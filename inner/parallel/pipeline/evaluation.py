@@ -1,4 +1,5 @@
-"""Forward pass over pipeline stages without gradients; torch has no such schedule for stages laid out as a V."""
+"""Forward pass over pipeline stages without gradients. torch has no such schedule for stages laid
+out as a V."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class StreamShape:
     positions: int
     """Positions of the input tokens on this rank."""
     stream_positions: int
-    """Positions of the residual stream on this rank; fewer under sequence parallel."""
+    """Positions of the residual stream on this rank; fewer with sequence parallelism."""
     dim: int
     dtype: torch.dtype
 
@@ -37,7 +38,8 @@ class LocalStages:
 
 
 def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> None:
-    """Assert the agreed shape: any other would hang or crash the ranks that receive it."""
+    """Assert that micro-batches have the agreed shape. With another shape, the receiving ranks
+    would hang or crash."""
     expected = stream.micro_batch, stream.positions
     for micro_batch in micro_batches:
         got = tuple(micro_batch.tokens_BS.shape)
@@ -45,18 +47,20 @@ def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> No
 
 
 class PipelineEvaluator:
-    """Runs each of this rank's stages over all micro-batches before the next stage."""
+    """Evaluates by running each of this rank's stages over all micro-batches before the next
+    stage."""
 
     def __init__(self, local: LocalStages) -> None:
         self._local = local
         self._me = dist.get_rank(local.group)
         self._kept: dict[int, list[Tensor]] = {}
-        """Outputs of each stage whose next stage is on this rank, too."""
+        """Outputs of each stage whose next stage is also on this rank."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The summed loss (0-dim fp32) on the last stage's rank, 0 on others. Every rank of the group must call it."""
+        """Return the summed loss (0-dim fp32) on the last stage's rank, 0 on others. Every rank of
+        the group must call it."""
         check_shapes(micro_batches, self._local.stream)
         total = torch.zeros((), device=self._local.device)
         for model in self._local.stages:
@@ -92,9 +96,10 @@ class PipelineEvaluator:
             self._kept[stage] = list(outputs)
             return
         if stage > 0 and self._local.ranks[stage - 1] == target:
-            # NCCL orders both directions of a pair together, and the other rank sends everything before it receives.
+            # Compute all outputs before the first send: NCCL orders both directions of a pair
+            # together, and the other rank sends all of its outputs before it receives.
             outputs = iter(list(outputs))
         for output in outputs:
             work = dist.isend(output.contiguous(), group=self._local.group, group_dst=target)
-            assert work is not None, "this rank is in the group"
+            assert work is not None, "this rank must be in the group"
             self._sends.append((work, output))

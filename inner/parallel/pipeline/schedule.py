@@ -1,6 +1,8 @@
-"""Order of actions on each rank of a pipeline, a simulation of its time and memory, and a drawing of it.
+"""Order of actions on each rank of a pipeline, a simulation of its time and memory, and a drawing
+of it.
 
-The order comes from torch, which is imported only to read it. The simulation uses durations and dependencies alone.
+The order comes from torch, which is imported only to read it. The simulation uses only durations
+and dependencies.
 """
 
 from collections import deque
@@ -13,10 +15,12 @@ from inner.config import Schedule
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES, ranks_of_stages
 
 PipelineOp = Literal["forward", "backward", "input_backward", "weight_backward"]
-"""A backward is whole, or split into the gradient of the input, which other ranks wait for, and of the weights."""
+"""Kinds of actions. A backward is whole, or split into the gradients of the input, for which other
+ranks wait, and of the weights."""
 
 Dependency = tuple[Literal["activation", "gradient", "weights"], int, int]
-"""Result of an action by kind, stage and micro-batch; other actions depend on activations and gradients."""
+"""Result of an action: kind, stage and micro-batch. Other actions depend on activations and
+gradients."""
 
 _KINDS: dict[str, PipelineOp] = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 _MARKS: dict[PipelineOp, str] = {"forward": ">", "backward": "<", "input_backward": "<", "weight_backward": "="}
@@ -53,24 +57,30 @@ class Simulation:
     busy: list[float]
     """Time spent in actions."""
     peak_live: list[int]
-    """Largest number of forwards at a time, over all stages of the rank, whose backward (with weights) has not run."""
+    """For each rank, the largest number of forwards at a time, over all of its stages, whose
+    backward with weights has not run."""
 
     @property
     def bubble(self) -> float:
-        """Idle time divided by busy time over all ranks: the overhead compared with a pipeline that never waits.
+        """Idle time divided by busy time over all ranks: the overhead compared with a pipeline that
+        never waits.
 
-        (p - 1) / (v m) for 1F1B of p ranks, v stages each and m micro-batches (2104.04473, section 2.2).
+        (p - 1) / (v m) for 1F1B with p ranks, v stages per rank and m micro-batches (2104.04473,
+        section 2.2).
         """
         return self.makespan * len(self.busy) / sum(self.busy) - 1
 
 
 def rank_actions(schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
-    """Actions of torch's schedule in order, by coordinate on `pp`. check_micro_batches() says which numbers are valid.
+    """Return the actions of torch's schedule in order, by coordinate on `pp`. check_micro_batches()
+    lists the valid numbers.
 
-    DualPipeV's overlapped pairs become a forward followed by a backward, as torch's runtime executes them.
+    DualPipeV's overlapped pairs become a forward followed by a backward, as torch's runtime
+    executes them.
     """
     if schedule == "1f1b":
-        # torch does not run its own pipeline_order for 1F1B: the last rank's micro-batches are off by one there.
+        # torch does not use its own pipeline_order for 1F1B: there, the last rank's micro-batches
+        # are off by one.
         return [_one_forward_one_backward(rank, pp, num_micro_batches) for rank in range(pp)]
     order = _torch_order(schedule, pp, num_stages, num_micro_batches)
     return [
@@ -82,10 +92,12 @@ def rank_actions(schedule: Schedule, pp: int, num_stages: int, num_micro_batches
 def simulate(
     orders: list[list[Action]], forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0
 ) -> Simulation:
-    """Run each action as soon as its rank is free and its inputs have arrived; `orders` is from rank_actions().
+    """Run each action as soon as its rank is free and its inputs have arrived; `orders` is from
+    rank_actions().
 
-    Durations are those of one micro-batch in one stage; each half of a split backward takes half of `backward`.
-    `transfer` is the time an activation or gradient travels between ranks, during which neither rank is busy.
+    `forward` and `backward` are durations for one micro-batch in one stage; each half of a split
+    backward takes half of `backward`. `transfer` is the time that an activation or gradient travels
+    between ranks, during which neither rank is busy.
     """
     durations = {"forward": forward, "backward": backward}
     owner = {action.stage: rank for rank, order in enumerate(orders) for action in order}
@@ -94,7 +106,8 @@ def simulate(
     timeline: list[TimedAction] = []
 
     def start_of(rank: int, action: Action) -> float | None:
-        """Earliest start of an action; None while the time of one of its inputs is unknown."""
+        """Return the earliest start of an action; None while the time of one of its inputs is
+        unknown."""
         needs = _dependencies(action, last=max(owner))
         if any(need not in ready_at for need in needs):
             return None
@@ -108,17 +121,21 @@ def simulate(
                 action = queue.popleft()
                 free[rank] = ready_at[_result(action)] = start + durations.get(action.kind, backward / 2)
                 timeline.append(TimedAction(rank, start, free[rank], action))
-        assert len(timeline) > num_done, f"the ranks wait for each other: {[queue[0] for queue in waiting if queue]}"
+        assert len(timeline) > num_done, (
+            f"a deadlock: the ranks wait for each other: {[queue[0] for queue in waiting if queue]}"
+        )
     timeline.sort(key=lambda span: (span.start, span.rank))
     busy = [sum(span.stop - span.start for span in timeline if span.rank == rank) for rank in range(len(orders))]
     return Simulation(timeline, max(free), busy, [_peak_live(order) for order in orders])
 
 
 def draw(simulation: Simulation, width: int) -> str:
-    """Draw a line for each rank, with time to the right, and a legend. Only the legend may exceed `width` columns.
+    """Draw a line for each rank, with time to the right, and a legend. Only the legend may exceed
+    `width` columns.
 
-    Micro-batch 3 is `3>` forward, `3<<<` backward and `3=` for the gradients of weights alone; in the rank's second
-    stage it is `b3>`. If space is short, letters are dropped first, then numbers, then actions shorter than a column.
+    Micro-batch 3 is `3>` forward, `3<<<` backward and `3=` for the gradients of weights alone; in
+    the rank's second stage its forward is `b3>`. If space is short, letters are dropped first, then
+    numbers, then actions shorter than a column.
     """
     ranks = range(len(simulation.busy))
     heads = [f"rank {rank} |".rjust(len(f"rank {ranks[-1]} |")) for rank in ranks]
@@ -126,7 +143,8 @@ def draw(simulation: Simulation, width: int) -> str:
     lines = [["."] * round(simulation.makespan * scale) for _ in ranks]
     for span, label in zip(simulation.timeline, labels, strict=True):
         start, stop = round(span.start * scale), round(span.stop * scale)
-        # Rounding can make an action too narrow for its number, and a truncated number would be wrong.
+        # Rounding can make an action too narrow for its number. It is then left out, because a
+        # truncated number would be wrong.
         text = label if len(label) < stop - start else ""
         lines[span.rank][start:stop] = text.ljust(stop - start, _MARKS[span.action.kind])
     rows = [f"{head}{''.join(line)}|" for head, line in zip(heads, lines, strict=True)]
@@ -134,11 +152,13 @@ def draw(simulation: Simulation, width: int) -> str:
 
 
 def _torch_order(schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int) -> dict[int, list[Any]]:
-    """torch's pipeline_order: the actions of each rank, with None where it expects to wait."""
+    """Return torch's pipeline_order: the actions of each rank, with None at times at which it
+    expects to wait."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     kind: Any = get_schedule_class(TORCH_NAMES[schedule])
-    # The constructors read only these fields of a stage, so no modules or process group are needed.
+    # The constructors read only these fields of a stage, so neither modules nor a process group are
+    # needed.
     stages = [
         SimpleNamespace(stage_index=index, num_stages=num_stages, group_size=pp, group_rank=0, submod=None)
         for index, rank in enumerate(ranks_of_stages(schedule, num_stages, pp))
@@ -157,7 +177,8 @@ def _parse_torch_action(entry: Any) -> list[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
-    """Order of Schedule1F1B: pp - rank forwards first, then backward and forward alternate."""
+    """Return the order of Schedule1F1B: pp - rank forwards first, then backward and forward
+    alternate."""
     forwards = [Action("forward", rank, number) for number in range(num_micro_batches)]
     backwards = [Action("backward", rank, number) for number in range(num_micro_batches)]
     ahead = min(pp - rank, num_micro_batches)
@@ -172,7 +193,8 @@ def _result(action: Action) -> Dependency:
 
 
 def _dependencies(action: Action, last: int) -> list[Dependency]:
-    """Results that an action needs before it can start; `last` is the index of the last stage."""
+    """Return the results that an action needs before it can start. `last`: index of the last
+    stage."""
     kind, stage, number = action
     if kind == "forward":
         return [("activation", stage - 1, number)] if stage > 0 else []
@@ -187,7 +209,8 @@ def _peak_live(order: list[Action]) -> int:
 
 
 def _choose_labels(timeline: list[TimedAction], max_scale: float) -> tuple[list[str], float]:
-    """The most detailed labels that fit with a mark behind each, and columns per unit of time, at most `max_scale`."""
+    """Return the most detailed labels that fit with a mark after each, and the columns per unit of
+    time, at most `max_scale`."""
     shortest = min(span.stop - span.start for span in timeline)
     stages = {rank: sorted({span.action.stage for span in timeline if span.rank == rank}) for rank, *_ in timeline}
     numbers = [str(span.action.micro_batch) for span in timeline]

@@ -1,4 +1,5 @@
-"""Splits layers into pipeline stages, assigns stages to ranks and checks the number of micro-batches. No torch.
+"""Split layers into pipeline stages, assign stages to ranks and check the number of micro-batches.
+No torch.
 
 A rank holds `stages_per_rank` stages. With pp = 2, the ranks of the stages are:
 
@@ -36,10 +37,12 @@ EQUAL_ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubb
 
 
 def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int, head_layers: float) -> list[Stage]:
-    """All stages in the order of the model; each layer is in exactly one. Raises InputError with a cure.
+    """Return all stages in the order of the model; each layer is in exactly one. Raises InputError
+    with a cure.
 
-    The stage that takes longest is as short as it can be. The head takes as long as `head_layers` layers, see
-    inner/flops.py, the embedding no time. With pp = 1 the whole model is one stage, whatever the schedule.
+    The slowest stage is made as fast as possible. The head is counted as `head_layers` layers, see
+    inner/flops.py, and the embedding is not counted. With pp = 1 the whole model is one stage,
+    whatever the schedule.
 
     layers  pp  stages_per_rank  head_layers  ->
          6   2                1          0.1  3 3
@@ -62,19 +65,20 @@ def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int, head_layers:
 
 
 def ranks_of_stages(schedule: Schedule, num_stages: int, pp: int) -> list[int]:
-    """The coordinate on `pp` of each stage."""
+    """Return the coordinate on `pp` of each stage."""
     if schedule in V_SHAPED:
         return [min(index, 2 * pp - 1 - index) for index in range(num_stages)]
     return [index % pp for index in range(num_stages)]
 
 
 def stages_at(stages: Sequence[Stage], stage_ranks: Sequence[int], pp_rank: int) -> list[Stage]:
-    """The stages of a coordinate on `pp`, in the order of the model."""
+    """Return the stages of a coordinate on `pp`, in the order of the model."""
     return [stage for stage, rank in zip(stages, stage_ranks, strict=True) if rank == pp_rank]
 
 
 def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: int) -> None:
-    """Raise InputError if torch's schedule cannot run this number of micro-batches per rank and step.
+    """Raise InputError if torch's schedule cannot run this number of micro-batches per rank and
+    step.
 
     schedule                                        micro-batches that it needs
     gpipe, breadth_first, zbv                       1 or more
@@ -86,13 +90,14 @@ def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: in
         return
     raise InputError(
         f"island.parallel.schedule: {parallel.schedule} with pp {pp} needs {_need(parallel.schedule, pp)} "
-        f"a step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch / data ranks); "
+        f"per step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch / data ranks); "
         f"{_micro_batch_cure(parallel.schedule, pp, num_micro_batches)}"
     )
 
 
 def _stages_per_rank(parallel: ParallelConfig) -> int:
-    """The configured number, checked against the schedule, or the default of the schedule."""
+    """Return the configured number of stages per rank, checked against the schedule, or the
+    schedule's default."""
     got = parallel.stages_per_rank
     if parallel.schedule in ONE_STAGE_PER_RANK and got not in (None, 1):
         raise InputError(
@@ -108,7 +113,8 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
 
 
 def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -> list[int]:
-    """Number of layers of each stage, so that the largest load is least: each layer goes to the lightest stage."""
+    """Return the number of layers of each stage. Each layer goes to the lightest stage, so that the
+    largest load is smallest."""
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
@@ -120,7 +126,7 @@ def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -
     layers = [1] * num_stages
     loads = [1 + head_layers * (index == last) for index in range(num_stages)]
     for _ in range(num_layers - num_stages):
-        # Among equals a later stage has fewer micro-batches in flight.
+        # Among equally light stages take the last, which has fewer micro-batches in flight.
         lightest = min(range(num_stages), key=lambda index: (loads[index], -index))
         layers[lightest] += 1
         loads[lightest] += 1
@@ -145,7 +151,7 @@ def _check_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: 
 
 
 def _can_run(schedule: Schedule, pp: int, num_micro_batches: int) -> bool:
-    """Whether the constructors of torch's schedules accept this number."""
+    """Return whether the constructors of torch's schedules accept this number of micro-batches."""
     if schedule in EQUAL_ROUNDS:
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
     return num_micro_batches >= _fewest(schedule, pp)
@@ -162,11 +168,13 @@ def _need(schedule: Schedule, pp: int) -> str:
 
 
 def _micro_batch_cure(schedule: Schedule, pp: int, got: int) -> str:
-    """Factors for the tokens or the micro-batch, with the number of micro-batches that each gives."""
+    """Return factors for the tokens or the micro-batch, with the number of micro-batches that each
+    gives."""
     below = [number for number in range(1, got) if _can_run(schedule, pp, number)]
     above = next(number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number))
     tokens = " or ".join(f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above])
-    # Dividing by pp makes the micro-batches a multiple of pp, which every schedule with rounds accepts.
+    # Dividing by pp makes the number of micro-batches a multiple of pp, which every schedule with
+    # rounds accepts.
     divisor = next(divisor for divisor in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * divisor))
     micro_batch = f"{divisor} (for {got * divisor})"
     return f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by {micro_batch}"

@@ -1,4 +1,5 @@
-"""One training step of a pipeline: torch's schedules run a rank's stages over all micro-batches of the step."""
+"""One training step of a pipeline. torch's schedules run a rank's stages over all micro-batches of
+the step."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from inner.parallel.weights.gradient_sync import keep_weights, one_backward, set
 
 
 class Pipeline:
-    """This rank's stages driven by a schedule. Every rank of the pp group must build it and make each call."""
+    """This rank's stages, run by a schedule. Every rank of the pp group must build it and make each
+    call."""
 
     def __init__(
         self,
@@ -41,18 +43,23 @@ class Pipeline:
         self._stages = stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         mine = stages[0] if schedule in ONE_STAGE_PER_RANK else stages
-        # Losses are scaled here: torch would divide accumulated gradients by the micro-batches again in every step.
+        # Losses are scaled here: otherwise torch would divide the accumulated gradients by the
+        # number of micro-batches again in every step.
         self._schedule = kind(mine, num_micro_batches, loss_fn=self._scaled, scale_grads=False)
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return that loss (0-dim fp32).
+        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return the summed
+        loss (0-dim fp32).
 
-        Only the last stage's rank knows it; others return 0. Needs exactly as many micro-batches as it was built for.
+        Only the last stage's rank knows the loss; others return 0. The number of micro-batches must
+        be the number that the pipeline was built for.
         """
-        assert len(micro_batches) == self._num_micro_batches, f"{len(micro_batches)}, not {self._num_micro_batches}"
+        assert len(micro_batches) == self._num_micro_batches, (
+            f"got {len(micro_batches)} micro-batches, need {self._num_micro_batches}"
+        )
         check_shapes(micro_batches, self._local.stream)
         self._scale = scale
-        # Concatenated, because the schedule splits them again.
+        # Concatenate the micro-batches, because the schedule splits its input again.
         tokens = torch.cat([batch.tokens_BS for batch in micro_batches])
         targets = torch.cat([batch.targets_BS for batch in micro_batches])
         for stage in self._stages:
@@ -61,17 +68,20 @@ class Pipeline:
         with self._copies:
             self._schedule.step(
                 *([tokens] if self._has_first else []),
-                # The last stage computes the loss from targets_BS; the schedule requires a target anyway.
+                # The last stage computes the loss from targets_BS, but the schedule requires a
+                # target in any case.
                 target=targets if self._has_last else None,
                 losses=losses if self._has_last else None,
                 return_outputs=False,
-                # Each rank passes this to its own stages; only the stream travels between ranks.
+                # Each rank passes the targets to its own stages; only the stream travels between
+                # ranks.
                 targets_BS=targets,
             )
         return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The summed loss, as from backward(), of any number of micro-batches, without gradients."""
+        """Return the summed loss, as from backward(), of any number of micro-batches, without
+        computing gradients."""
         with self._copies:
             return self._forward_only(micro_batches)
 
@@ -80,17 +90,20 @@ class Pipeline:
 
 
 class _ReducingStage(PipelineStage):
-    """torch's stage, except that it reduces gradients in the backward, as OneStage does, and knows its documents.
+    """torch's stage, except that it reduces gradients in the backward, as OneStage does, and passes
+    documents to the model.
 
-    torch would keep whole gradients until all micro-batches are done, and add up those of split backwards in the
-    compute dtype.
+    torch would keep whole gradients until all micro-batches are done, and add up the gradients of
+    split backwards in the compute dtype.
     """
 
     packings: Sequence[Packing | None]
-    """Of each micro-batch of the step. The schedule could not split them."""
+    """The packing of each micro-batch of the step. It is not an argument, because the schedule
+    could not split it."""
 
     def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
-        # With known shapes: torch would infer them from a run that leaves gradients behind.
+        # Give the shapes to torch: it would otherwise infer them from a run that leaves gradients
+        # behind.
         stream, stage = local.stream, model.stage
         hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
         tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
@@ -110,16 +123,16 @@ class _ReducingStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *options: Any, **more: Any
     ) -> Any:
-        """Called by torch for the forward of a micro-batch."""
+        """Run the forward of a micro-batch. torch calls it."""
         packed = {**(kwargs or {}), "packing": self.packings[fwd_chunk_id]}
         return super().forward_one_chunk(fwd_chunk_id, args, packed, *options, **more)
 
     def backward_maybe_with_nosync(
         self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Any, Any]:
-        """Called by torch for a backward, or for one half of a split one. Returns gradients of the inputs, and groups
-        of parameters that the other half needs."""
-        # The schedule frees weights when the stage is done.
+        """Run a backward, or one half of a split backward. torch calls it. Returns gradients of the
+        inputs, and groups of parameters that the other half needs."""
+        # Keep the weights here: the schedule frees them when the stage is done.
         keep_weights(self._model)
         reduces = backward_type != "input" and (last_backward or self._reduces_each)
         set_gradient_sync(self._model, over_shards=reduces, over_replicas=last_backward)

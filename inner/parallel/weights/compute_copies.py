@@ -1,7 +1,8 @@
-"""Mixed precision on a mesh of one rank, where FSDP would copy weights and gradients in order to send them nowhere.
+"""Mixed precision on a mesh of one rank, where FSDP would copy weights and gradients for
+communication that is not needed.
 
-The model's parameters are the fp32 masters. While it computes, copies in the compute dtype take their places, and the
-gradient of each copy is added to that of its master in fp32 as soon as it is complete.
+The model's parameters are the fp32 masters. During computation, copies in the compute dtype replace
+them. The gradient of each copy is added to its master's gradient in fp32 as soon as it is complete.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,15 @@ class _Pair(NamedTuple):
 
 
 class ComputeCopies:
-    """Inside `with copies:` the stages compute in `dtype`; outside they have their masters.
+    """Inside `with copies:` the stages compute in `dtype`; outside they have their fp32 masters.
 
-    Build it after the parameters have got their memory. The copies keep their own: what is compiled refers to it.
+    Build it after the parameters have memory. The memory of the copies does not change, because
+    compiled code refers to it.
     """
 
     def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """There is nothing to do for masters of that dtype, and for stages under FSDP, which casts by itself."""
+        """Create the copies. None are needed if the masters have that dtype, or for stages under
+        FSDP, which casts by itself."""
         self._pairs = [
             _pair(module, name, param, dtype)
             for stage in stages
@@ -57,7 +60,8 @@ class ComputeCopies:
             pair.module.register_parameter(pair.name, pair.master)
 
     def add_gradients(self) -> None:
-        """Add gradients that autograd has not reported to their masters', as those of a split backward."""
+        """Add gradients that no hook has added to their masters' gradients. A split backward calls
+        no hooks."""
         for pair in self._pairs:
             if pair.copy.grad is not None:
                 _add_gradient(pair.master, pair.copy)
@@ -71,7 +75,7 @@ def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype
 
 def _add_gradient(master: Tensor, copy: Tensor) -> None:
     grad, copy.grad = copy.grad, None
-    assert grad is not None, "a gradient is reported when it is there"
+    assert grad is not None, "the hook must be called after the gradient is set"
     if master.grad is None:
         master.grad = grad.to(master.dtype)
     else:

@@ -1,6 +1,8 @@
-"""FSDP within an island: one code path for replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP).
+"""FSDP within an island: one code path for replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both
+(HSDP).
 
-A mesh of one rank needs none of it, and the functions here do nothing there: see compute_copies.py.
+A mesh of one rank does not need FSDP, and the functions here do nothing on it: see
+compute_copies.py.
 """
 
 from dataclasses import replace
@@ -15,15 +17,17 @@ from inner.model.transformer import Transformer
 
 
 def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
-    """Make every parameter an fp32 DTensor on `mesh`, which is IslandMesh.fsdp. Every rank must call it.
+    """Make every parameter an fp32 DTensor on `mesh`, which is IslandMesh.fsdp. Every rank must
+    call it.
 
-    The model computes in `compute_dtype` and returns logits in fp32; gradients are summed in fp32. With `reshard`, a
-    block's weights are freed after its forward and gathered again for its backward (ZeRO-3); otherwise they are kept
-    in between (ZeRO-2).
+    The model computes in `compute_dtype` and returns logits in fp32; gradients are summed in fp32.
+    With `reshard`, a block's weights are freed after its forward and gathered again for its
+    backward (ZeRO-3); otherwise they are kept until the backward (ZeRO-2).
     """
     # Inputs are not cast, because the RoPE table must stay fp32; the embedding sets the dtype of the stream.
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Only the last stage returns fp32: after a block, fp32 would meet the next block's weights in compute_dtype.
+    # Only the last stage returns fp32: the fp32 output of a block would meet the next block's
+    # weights in compute_dtype.
     last = replace(inside, output_dtype=torch.float32)
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
@@ -31,7 +35,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
         fully_shard(model.embed, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
         # The backward of an embedding needs no weights.
         cast(FSDPModule, model.embed).set_unshard_in_backward(False)
-    # The backward needs these first, so freeing them would only gather them twice. A tied table is one of them.
+    # The backward begins with these weights, so freeing them after the forward would only cost
+    # another gather. A tied table belongs to the root, which is not freed either.
     if model.norm is not None and model.head is not None and not model.sizes.tie_embeddings:
         fully_shard([model.norm, model.head], mesh=mesh, mp_policy=inside, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=last if model.stage.is_last else inside, reshard_after_forward=False)
@@ -39,7 +44,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 
 def apply_block_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
-    """The same for a model of which only its blocks in `layers` are known; all other parameters are one group."""
+    """Do the same for a model whose blocks in `layers` are the only known modules. All other
+    parameters form one group."""
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
@@ -49,18 +55,19 @@ def apply_block_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dt
 
 def _sum_gradients(model: nn.Module) -> None:
     for module in fsdp_modules(model):
-        # Losses are already divided by the global token count, so gradients are summed. force_sum is for gloo, which
-        # lacks PREMUL_SUM.
+        # Losses are already divided by the global token count, so gradients are summed and not
+        # averaged. force_sum is needed by gloo, which does not have PREMUL_SUM.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules wrapped by FSDP: every block, the ends of the model, and the root."""
+    """Return the modules wrapped by FSDP: every block, the ends of the model, and the root."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Free weights that a forward without backward left gathered; the next forward would use stale values."""
+    """Free weights that a forward without a backward has left gathered, because the next forward
+    would use old values."""
     for module in fsdp_modules(model):
         module.reshard()

@@ -1,4 +1,5 @@
-"""What FSDP does with gradients in a backward: over which ranks it reduces them, and when the backward is over."""
+"""Controls FSDP's gradients in a backward: over which ranks it reduces them, and when it treats the
+backward as finished."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def set_gradient_sync(model: nn.Module, *, over_shards: bool, over_replicas: bool) -> None:
-    """Say over what the next backward reduces gradients; without shards they add up on the rank, whole."""
+    """Choose the axes over which the next backward reduces gradients. Without shards, whole
+    gradients accumulate on the rank."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(over_shards)
         model.set_requires_all_reduce(over_replicas)
@@ -16,22 +18,24 @@ def set_gradient_sync(model: nn.Module, *, over_shards: bool, over_replicas: boo
 
 @contextmanager
 def one_backward(model: nn.Module) -> Iterator[None]:
-    """Let all calls of autograd inside be one backward, at whose end FSDP adds up and reduces what they have computed.
+    """Treat all calls of autograd inside the block as one backward. FSDP adds up and reduces the
+    gradients at its end.
 
-    Half of a split backward is many calls. FSDP would not see the gradients of some, and end the backward in others.
+    One half of a split backward consists of many calls. In some of them FSDP would not see the
+    gradients, and after others it would end the backward too early.
     """
     if not isinstance(model, FSDPModule):
         yield
         return
     state = model._get_fsdp_state()
-    # So it does not ask autograd to call it at the end of the first one.
+    # Keep FSDP from asking autograd to call the final callback at the end of the first call.
     state._state_ctx.post_backward_final_callback_queued = True
     yield
     state._root_post_backward_final_callback()
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Let the next backward leave weights gathered, and the reduced gradients be waited for later."""
+    """Let the next backward keep weights gathered, and not wait for reduced gradients."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(False)
         model.set_reshard_after_backward(False)

@@ -1,8 +1,8 @@
-"""Certificates: what the participants of a plan sign when they vote yes, and their signatures together.
+"""Certificates: the statement that the participants of a plan sign when they vote yes, with all their signatures.
 
 A yes vote names the state that the commit leads to, because every participant computes it before it votes. So the yes
 votes of all participants prove the state itself: its digest, its round, its tokens, and the state from which it came.
-Nobody needs to have committed it first.
+The proof holds even if no island has committed the state yet.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ MAX_INTRODUCTIONS = 16
 PlanId = Annotated[str, Field(max_length=32, pattern=r"^[0-9a-f]{32}$")]
 """Field of a message: `Plan.id`."""
 Verify = Callable[[str, bytes, str], bool]
-"""(public key, text, signature) to whether the key's holder has signed the text."""
+"""Function of (public key, text, signature): whether the key's holder has signed the text."""
 
 
 class Claim(NamedTuple):
@@ -35,51 +35,56 @@ class Claim(NamedTuple):
 
 
 class Statement(Message):
-    """What a participant signs with its yes vote: these islands take one state to the next."""
+    """The statement that a participant signs with its yes vote: these islands take one state to
+    the next."""
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
-    """The round that is committed. Afterwards one more round is committed than this number says."""
+    """The round that is committed, counted from 0. After the commit, `round + 1` rounds are
+    committed."""
     base: Digest
-    """Digest of the state before."""
+    """Digest of the state before the commit."""
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
     tokens: int = Field(ge=0, lt=MAX_TOKENS)
-    """Tokens behind the state afterwards."""
+    """Tokens in the state after the commit."""
     digest: Digest
-    """Digest of the state afterwards."""
+    """Digest of the state after the commit."""
     islands: list[IslandName] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
     """The participants, in the order of their names."""
     keys: list[PublicKey] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
-    """Their public keys."""
+    """Public keys of the participants, in the order of `islands`."""
 
     @property
     def claim(self) -> Claim:
-        """The state afterwards."""
+        """The state after the commit."""
         return Claim(self.round + 1, self.tokens, self.digest)
 
     @cached_property
     def text(self) -> bytes:
-        """What is signed: a hash of the statement, because each of up to 1024 signatures is checked against it."""
+        """The bytes that are signed: a hash of the statement, because up to 1024 signatures are
+        checked against it."""
         return hashlib.blake2b(self.encode(), digest_size=32).digest()
 
     def check(self) -> None:
-        """Raise MessageError unless each participant is there once and has a key, and tokens do not shrink."""
+        """Raise MessageError unless each participant appears once with a key, and the number of
+        tokens does not shrink."""
         if len(self.islands) != len(self.keys) or self.islands != sorted(set(self.islands)):
-            raise MessageError("a certificate whose participants are repeated, out of order, or without keys")
+            raise MessageError("the participants in a certificate are repeated, out of order, or without keys")
         if self.tokens < self.base_tokens:
-            raise MessageError(f"a certificate of {self.tokens} tokens after {self.base_tokens}")
+            raise MessageError(f"a certificate goes from {self.base_tokens} tokens back to {self.tokens}")
 
 
 class Certificate(Message):
-    """The proof that a state was agreed on: a statement with the signatures of all its participants."""
+    """The proof that the participants agreed on a state: a statement with the signatures of all
+    of them."""
 
     statement: Statement
     signatures: list[Signature] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
-    """By participant, in their order."""
+    """One signature per participant, in the order of `statement.islands`."""
 
     @property
     def claim(self) -> Claim:
-        """The state that it proves."""
+        """The state that the certificate proves."""
         return self.statement.claim
 
     @property
@@ -88,7 +93,7 @@ class Certificate(Message):
         return dict(zip(self.statement.islands, self.statement.keys, strict=True))
 
     def check_form(self) -> None:
-        """Raise MessageError unless each participant is there once, with a key and a signature."""
+        """Raise MessageError unless each participant appears once, with a key and a signature."""
         self.statement.check()
         if len(self.signatures) != len(self.statement.islands):
             raise MessageError(f"{len(self.signatures)} signatures of {len(self.statement.islands)} participants")
@@ -96,8 +101,8 @@ class Certificate(Message):
     def check(self, verify: Verify, first: Container[str] = ()) -> None:
         """Raise MessageError unless every participant has signed with the key in the statement.
 
-        Those whose keys are in `first` are asked before the others: a liar can sign for any number of invented islands,
-        but not for them, and is found out by one signature.
+        Signatures of the keys in `first` are checked before the others. A liar can sign for any
+        number of invented islands, but not for the islands in `first`, so one check finds it out.
         """
         self.check_form()
         text = self.statement.text
@@ -108,21 +113,24 @@ class Certificate(Message):
 
 
 def build_certificate(statement: Statement, signatures: Mapping[str, str]) -> Certificate:
-    """The certificate of a statement that all participants have signed. `signatures` by island."""
+    """Return the certificate of a statement that all participants have signed. `signatures`: by
+    island."""
     return Certificate(statement=statement, signatures=[signatures[island] for island in statement.islands])
 
 
 class Proof(Message):
-    """Why a claim should be believed. Also the reply to `ProofQuery`."""
+    """The evidence for a claim. It is also the reply to `ProofQuery`."""
 
     certificate: Certificate | None = None
-    """None if there is none, as for a state of a checkpoint that was written without one."""
+    """None if there is no certificate, for example for a checkpoint's state that was saved
+    without one."""
     introductions: list[Certificate] = Field(default=[], max_length=MAX_INTRODUCTIONS)
-    """Certificates from which the signers become known, in this order. See `Witnesses`."""
+    """Certificates from which the signers become known, in the order in which to apply them. See
+    `Witnesses`."""
 
 
 class ProofQuery(Message):
-    """Question for the proof of a claim to be ahead. The reply is a `Proof`."""
+    """Request for the proof of a claim to be ahead. The reply is a `Proof`."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     digest: Digest

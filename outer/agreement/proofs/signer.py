@@ -1,4 +1,4 @@
-"""Signing and checking for the round protocol, which itself knows neither keys nor files."""
+"""Signing and checking for the round protocol, which itself does not handle keys or files."""
 
 from collections import OrderedDict
 from typing import Protocol
@@ -9,11 +9,13 @@ from outer.identity.known_names import KnownNames
 from outer.network.messages import do_shared
 
 MAX_REMEMBERED = 8192
-"""Signatures that are known to be good. A vote is checked when it comes and again in a certificate."""
+"""The number of valid signatures to remember: a vote is checked on arrival and again as part of
+a certificate."""
 
 
 class Signer(Protocol):
-    """Signs for this island, and knows the keys of the others. tests/outer/signers.py has one without cryptography."""
+    """Interface that signs for this island and knows the keys of others. tests/outer/signers.py
+    has one without cryptography."""
 
     @property
     def public(self) -> str:
@@ -21,19 +23,19 @@ class Signer(Protocol):
         ...
 
     def sign(self, text: bytes) -> str:
-        """This island's signature: 128 hexadecimal digits."""
+        """Return this island's signature of the text: 128 hexadecimal digits."""
         ...
 
     def verify(self, key: str, text: bytes, signature: str) -> bool:
-        """Whether the holder of the public key has signed the text. Never raises."""
+        """Return whether the holder of the public key has signed the text. Never raises."""
         ...
 
     def key_of(self, island: str) -> str | None:
-        """The key that the island has proved on a connection, or None if it is not known."""
+        """Return the key that the island has proved on a connection, or None if it is not known."""
         ...
 
     def trusts(self, island: str, key: str) -> bool | None:
-        """Whether the operator has said that the island's word counts; None if the operator has said nothing."""
+        """Return whether the operator's settings let this key count; None if they do not decide."""
         ...
 
 
@@ -41,7 +43,8 @@ class IslandSigner:
     """Implements `Signer` with the island's Ed25519 key. Lives on one event loop."""
 
     def __init__(self, key: IslandKey, names: KnownNames, run_id: str, access: Access | None = None) -> None:
-        """`run_id` enters every signature, so that what was signed in another run proves nothing."""
+        """Create a signer. `run_id` is part of every signed text, so signatures from another run
+        prove nothing."""
         self.public = key.public
         self._key, self._names, self._access = key, names, access or Access()
         self._purpose = f"{run_id}/commit"
@@ -73,5 +76,5 @@ class IslandSigner:
         access = self._access
         if access.ban(island, key):
             return False
-        # A list with libp2p peer ids does not say which keys belong to them.
+        # The list of allowed libp2p peer ids does not tell which keys belong to them.
         return key in access.allow if access.allow and not access.peer_ids else None

@@ -1,12 +1,15 @@
-"""Whose signatures and claims count for this island, so that a member gains nothing by inventing islands.
+"""Rules for which islands' signatures and claims count, so that a member gains nothing by inventing
+islands.
 
-An island counts if `island.allow` lists its key, or, without such a list, if it is known from a commit: this island
-took part in it, or took the state that it led to, or enough islands that were known before took part in it. Such a
-certificate introduces its other participants, and is kept to introduce them to islands that were away.
+An island counts if `island.allow` lists its key. Without such a list it counts if it is known from
+a commit: this island took part in the commit, or took the resulting state, or enough islands that
+were known before took part in it. A certificate that makes islands known is kept, to introduce them
+to islands that were unreachable.
 
-Every island counts (a) for an island that knows no other from a commit, because it cannot tell, (b) beside more than
-half of the others that it knows, at least two, and (c) for an island that is held up longer than honest islands need to
-commit: otherwise one that knows too few, or only those that have died since, would never follow the others.
+Every island counts in three cases: (a) this island knows no other island from a commit, so it
+cannot distinguish; (b) at least two, and more than half, of the known islands are among those that
+are counted; (c) this island is delayed for longer than honest islands need to commit. Without (c),
+an island that knows too few others, or only dead ones, would never follow the rest.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,17 +29,18 @@ class Witnesses:
 
     signer: Signer
     known: dict[str, str] = field(default_factory=dict)
-    """Public keys by island, the one known for the longest time first."""
+    """Public keys by island, with the island known for the longest time first."""
     introductions: list[Certificate] = field(default_factory=list)
-    """The certificates from which they are known, the last MAX_INTRODUCTIONS."""
+    """The last MAX_INTRODUCTIONS certificates from which the islands in `known` became known."""
 
     @property
     def num_others(self) -> int:
-        """How many other islands this one knows from commits."""
+        """The number of other islands that this one knows from commits."""
         return len(set(self.known.values()) - {self.signer.public})
 
     def count(self, islands: Iterable[tuple[str, str]], *, is_held_up: bool = False) -> int:
-        """How many of these islands, given with their keys, count. A key counts once."""
+        """Return how many of these islands, given with their keys, count. A repeated key counts
+        once."""
         islands = list(islands)
         counting = self._find_counting(islands, can_tell=True)
         num_known, num_others = len(counting - {self.signer.public}), self.num_others
@@ -46,7 +50,8 @@ class Witnesses:
         return len(counting)
 
     def admit(self, certificate: Certificate) -> None:
-        """This island has committed what the certificate says, or holds the state that it proves."""
+        """Make a certificate's participants known: this island has committed its plan, or holds
+        the state that it proves."""
         keys = certificate.keys
         if all(self.known.get(island) == key for island, key in keys.items()):
             return
@@ -55,7 +60,8 @@ class Witnesses:
         self.introductions = [*self.introductions, certificate][-MAX_INTRODUCTIONS:]
 
     def introduce(self, certificates: Iterable[Certificate], needed: int) -> None:
-        """Admit the participants of each certificate that `needed` islands have signed which count by then."""
+        """Admit the participants of each certificate that at least `needed` islands which count
+        by then have signed."""
         for certificate in certificates if self.num_others else ():
             with suppress(MessageError):
                 certificate.check_form()
@@ -66,11 +72,11 @@ class Witnesses:
                     self.admit(certificate)
 
     def _agrees_with(self, keys: Mapping[str, str]) -> bool:
-        """Whether these islands' names belong to these keys as far as this island knows."""
+        """Return whether these names and keys contradict none that this island knows."""
         return all(self.known.get(island, key) == key for island, key in keys.items())
 
     def _find_counting(self, islands: Iterable[tuple[str, str]], *, can_tell: bool) -> set[str]:
-        """Keys of those islands that count. `can_tell`: whether only known ones do."""
+        """Return the keys of the islands that count. `can_tell`: only known islands count."""
         return {key for island, key in islands if self._counts(island, key, can_tell=can_tell)}
 
     def _counts(self, island: str, key: str, *, can_tell: bool) -> bool:

@@ -1,4 +1,5 @@
-"""The calls by which the messages of the round protocol travel, and which of them are under way."""
+"""The messenger calls that carry the messages of the round protocol, and a record of the calls
+under way."""
 
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -35,7 +36,7 @@ CALLS = (
     ProofQuery,
     Goodbye,
 )
-"""Types of the messages that an island sends by itself. The others are replies."""
+"""Types of the messages that an island sends on its own initiative. The other types are replies."""
 REPLIES: dict[type[Message], type[Message]] = {
     Ready: Status,
     Status: Status,
@@ -45,17 +46,18 @@ REPLIES: dict[type[Message], type[Message]] = {
     OutcomeQuery: OutcomeReply,
     ProofQuery: Proof,
 }
-"""Type of the reply by type of the message, for the messages that are answered."""
+"""Type of the reply by type of the message, for messages that have a reply."""
 
 
 class OpenCalls:
     """The calls under way. All methods run on one event loop."""
 
     def __init__(self, peers: Peers, call: Callable[[str, Message, bytes], Coroutine[Any, Any, None]]) -> None:
-        """`call` sends a message to an island, with the bytes that stand for it, and processes the reply."""
+        """Create an empty record. `call` sends a message to an island, with the message's
+        encoded bytes, and processes the reply."""
         self._peers, self._make, self._tasks = peers, call, Tasks()
         self._messages: dict[tuple[str, type[Message]], Message] = {}
-        """What an island is being told now, by island and type of message."""
+        """The message that is being sent to an island now, by island and type of message."""
 
     def send(self, outbox: Iterable[tuple[str, Message]]) -> None:
         """Send messages to islands, except for repetitions of a call that has not ended yet."""

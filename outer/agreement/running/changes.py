@@ -1,4 +1,5 @@
-"""Tells the driver of the round protocol that something has changed."""
+"""Notifies the driver of the round protocol of changes, and combines many changes of a large run
+into one."""
 
 import asyncio
 from contextlib import suppress
@@ -7,16 +8,18 @@ from outer.agreement.knowledge import Knowledge
 
 FEW_ISLANDS = 16
 GATHER_SECONDS = 0.25e-3
-"""For each island of a large run. To look at what has changed takes about a tenth of it for each island."""
+"""In a large run, changes are collected for this time per island. Processing them takes about a
+tenth of it per island."""
 VOTE_SECONDS = 0.05e-3
-"""The same for votes, which all wait for. To look at them takes less."""
+"""The same for votes, which all islands wait for and which take less time to process."""
 
 
 class Changes:
     """Changes since the last wait. All methods run on one event loop.
 
-    To look whether a round can go on takes time in proportion to the number of islands, and so many messages arrive
-    before it can. Among many islands what arrives within a short time is therefore looked at together.
+    To check whether a round can continue takes time in proportion to the number of islands, and as
+    many messages arrive before it can. Among many islands, all changes of a short period are
+    therefore checked together.
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
@@ -25,13 +28,14 @@ class Changes:
         self._next_look: asyncio.TimerHandle | None = None
 
     def add(self) -> None:
-        """Something has changed that may let the round go on at once."""
+        """Record a change after which the round may continue at once."""
         self._changed.set()
 
     def add_report(self, seconds: float = GATHER_SECONDS) -> None:
-        """One of the other islands has reported, of which the round needs all. Among few islands it is like `add`.
+        """Record a report of one island, where the round needs reports of all. Among few islands
+        this is the same as `add`.
 
-        `seconds`: for each island, until this is looked at.
+        `seconds`: the time per island for which changes are collected before they are processed.
         """
         num_islands = len(self._knowledge.present)
         if num_islands <= FEW_ISLANDS:

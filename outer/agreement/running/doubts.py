@@ -1,7 +1,8 @@
-"""Claims of other islands that could not be made good, how long they are not believed, and whom to believe instead.
+"""Other islands' claims whose state could not be fetched: how long they are ignored, and which
+islands are donors instead.
 
-An island may claim to be ahead although nobody can fetch its state: it lies, or its link is broken. Such a claim must
-neither hold up the islands that are well nor make them download for ever.
+An island may claim to be ahead although no island can fetch its state: it lies, or its link is
+broken. Such a claim must neither delay healthy islands nor make them download for ever.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from outer.network.retry import backoff
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 4.0
-"""How long an island is not believed after the first failure. The time doubles with every further one."""
+"""How long an island's claims are ignored after the first failure. The time doubles with every
+further failure."""
 MAX_SECONDS = 256.0
 
 
@@ -31,7 +33,8 @@ class Doubts:
     _ends: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
     def add(self, island: str, claim: Status) -> None:
-        """Do not believe this island's claim to be ahead for a while, because its state could not be taken."""
+        """Ignore this island's claim to be ahead for a while, because its state could not be
+        taken."""
         failures = self._failures[island] = self._failures.get(island, 0) + 1
         seconds = backoff(failures, first_seconds=FIRST_SECONDS, max_seconds=MAX_SECONDS)
         self._cancel(island)
@@ -46,9 +49,11 @@ class Doubts:
         )
 
     def find_donors(self, members: Mapping[str, Member]) -> list[Member]:
-        """Records, of those given by island, of the islands that hold the surviving history; empty if this one does.
+        """Return the records of the islands that hold the surviving history; empty if this island
+        holds it.
 
-        An island whose state cannot be fetched, because nobody knows its addresses, is disbelieved.
+        `members`: records by island. An island whose state cannot be fetched, because its addresses
+        are not known, is ignored for a while, as by `add`.
         """
         knows = self.knowledge
         while behind := knows.behind(is_settled=True):
@@ -57,21 +62,22 @@ class Doubts:
             for name in behind.donors:
                 self.add(name, knows.statuses[name])
         if knows.status.round > 0:
-            return []  # It has a state of its own, and records outlive their islands.
-        # Islands that have not sent their status yet are known by their records.
+            return []  # It has a state of its own, and records may be of dead islands.
+        # The state of an island that has not sent its status yet is known from its record.
         silent = members.keys() - knows.doubted - knows.lost - knows.statuses.keys()
         ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > knows.status.rank]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 
     def report_refused(self, rejections: Rejections) -> None:
-        """Log and count the claims to be ahead that were not proved."""
+        """Log and count the claims to be ahead that were refused for lack of proof."""
         refused, self.knowledge.claims.refused = self.knowledge.claims.refused, []
         for island, why in refused:
             rejections.add(island, "proof", why)
 
     def clear(self, island: str) -> None:
-        """The island's claim was made good: believe it again, and forget its failures."""
+        """Accept the island's claims again and forget its failures, because its state has been
+        taken."""
         self._failures.pop(island, None)
         self._cancel(island)
         self.knowledge.believe(island)

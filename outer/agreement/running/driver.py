@@ -23,7 +23,7 @@ from outer.agreement.state_machine import RoundProtocol
 from outer.errors import BehindError, DeadlineError, MessageError, OuterError, PeerLost
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
-from outer.network.event_loop import loop_time
+from outer.network.event_loop import assert_on_loop, loop_time
 from outer.network.messages import Message, receive
 from outer.network.rejections import Rejections
 from outer.report import Waiting
@@ -39,8 +39,8 @@ class ProtocolDriver:
     """Conversation of this island's leader with the other leaders. All methods run on one event loop.
 
     `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
-    `on_wait` is called on the event loop every few seconds in which a round makes no progress, and with None when it
-    goes on; `on_lost` with an island that lived until now and the cause. `rejections` counts claims without proof.
+    `on_wait` is called every few seconds while a round makes no progress, and with None when it continues. `on_lost`
+    is called with an island that has just become lost, and the cause. `rejections` counts claims without proof.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProtocolDriver:
         rejections: Rejections | None = None,
     ) -> None:
         self._on_wait, self._rejections = on_wait, rejections or Rejections()
-        self.protocol, self._knowledge = protocol, protocol.knowledge
+        self._protocol, self._knowledge = protocol, protocol.knowledge
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
         self._calls, self._changes = OpenCalls(peers, self._call), Changes(self._knowledge)
         self._has_left, self._planned_at = False, 0.0
@@ -66,26 +66,32 @@ class ProtocolDriver:
         for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
+    @property
+    def protocol(self) -> RoundProtocol:
+        """What this island knows and decides. The event loop alone may touch it."""
+        assert_on_loop()
+        return self._protocol
+
     # -- the calls of the outer loop ------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self._detector.start()
 
     async def update_status(self, status: Status) -> None:
-        self.protocol.update_status(status)
+        self._protocol.update_status(status)
         self._detector.announce()
         self._send_outbox()
 
     async def plan(self, own: Ready, on_sent: Callable[[], None] = lambda: None) -> Plan:
-        """Announce that this island is ready, call `on_sent`, and return the plan that it takes part in.
+        """Announce that this island is ready, call `on_sent`, and return the plan in which it takes part.
 
-        Raises BehindError if another history survives, and QuorumError if too few islands come.
+        Raises BehindError if another history survives, and QuorumError if too few islands join.
         """
-        self.protocol.prepare(own)
+        self._protocol.prepare(own)
         self._send_outbox()
         on_sent()
         await self._detector.find_members()
-        grace, warned_at = GraceTimer(self.protocol, self._deadlines, self._missed), loop_time()
+        grace, warned_at = GraceTimer(self._protocol, self._deadlines, self._missed), loop_time()
         waits, started, planless_since = WaitReporter(loop_time(), self._on_wait), loop_time(), None
         while True:
             await self._stop_if_left()
@@ -93,7 +99,7 @@ class ProtocolDriver:
             grace.update(loop_time(), self._detector.woke_at)
             self._held_up.update(loop_time(), self._detector.woke_at)
             patience = grace.seconds_left
-            decision = self.protocol.try_plan(is_late=grace.is_late, is_patient=patience > 0)
+            decision = self._protocol.try_plan(is_late=grace.is_late, is_patient=patience > 0)
             self._send_outbox()
             match decision:
                 case Plan():
@@ -109,35 +115,35 @@ class ProtocolDriver:
                 case TooFew():
                     warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
             planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
-            about = self.protocol, decision, self._detector.losses, loop_time() - started
+            about = self._protocol, decision, self._detector.losses, loop_time() - started
             waits.report(loop_time(), partial(describe_gathering, *about, is_late=grace.is_late))
             await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
-        """Turn from an observer that waits in `plan` into a contributor, because the inner steps are done."""
-        self.protocol.contribute(own)
+        """Change from an observer that waits in `plan` to a contributor, because the inner steps are done."""
+        self._protocol.contribute(own)
         self._send_outbox()
         self._changes.add()
 
     async def decide(self, vote: Vote, on_sent: Callable[[], None] = lambda: None) -> bool:
-        """Vote and return whether the plan commits. `on_sent` is called when the vote is on its way."""
+        """Vote on the plan and return whether it commits. `on_sent` is called once the vote is being sent."""
         await self._stop_if_left()
-        self.protocol.vote(vote)
+        self._protocol.vote(vote)
         self._send_outbox()
         on_sent()
-        started, plan, num_freezes = loop_time(), self.protocol.plan, self._deadlines.num_freezes
+        started, plan, num_freezes = loop_time(), self._protocol.plan, self._deadlines.num_freezes
         limit, waits = vote_limit(self._deadlines, started - self._planned_at), WaitReporter(started, self._on_wait)
         assert plan is not None, "an island votes on the plan it takes part in"
         while True:
-            # After a freeze all votes may be here although this island's own vote has reached nobody.
+            # After a freeze all votes may have arrived although this island's own vote has reached no other island.
             self._detector.check_freeze()
             late = loop_time() - max(started, self._detector.woke_at) - limit
             is_slow, is_over = late > -limit / 2, late > query_limit(self._deadlines)
-            outcome = self.protocol.conclude(is_late=late > 0, is_over=is_over, is_slow=is_slow)
+            outcome = self._protocol.conclude(is_late=late > 0, is_over=is_over, is_slow=is_slow)
             if outcome != "open":
                 break
             self._send_outbox()
-            waits.report(loop_time(), partial(describe_vote, self.protocol, plan, loop_time() - started))
+            waits.report(loop_time(), partial(describe_vote, self._protocol, plan, loop_time() - started))
             await self._changes.wait(PING_SECONDS)
             await self._stop_if_left()
         waits.end()
@@ -150,58 +156,63 @@ class ProtocolDriver:
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:
-        """Tell all islands that this one leaves. Islands that do not answer soon will find it lost instead."""
-        # An attempt in progress may end first, because the others need this island's vote.
+        """Notify all islands that this one leaves. Islands that do not answer soon will find it lost."""
+        # An attempt in progress may end first, because the other participants need this island's vote.
         deadline = loop_time() + GOODBYE_SECONDS
-        while self.protocol.state in ("reducing", "voting") and loop_time() < deadline:
+        while self._protocol.state in ("reducing", "voting") and loop_time() < deadline:
             await self._changes.wait(deadline - loop_time())
         self._has_left = True
         self._detector.stop()
-        # A ping that crosses the goodbye is still answered: nobody should wait for this island.
+        # Pings that arrive during the goodbye are still answered, with a status that tells others not to wait for this
+        # island.
         self._knowledge.status = self._knowledge.status.model_copy(update={"is_coming": False})
         body = goodbye.encode()
-        calls = [self._peers.call(name, "goodbye", body) for name in self.protocol.find_left_behind()]
+        calls = [self._peers.call(name, "goodbye", body) for name in self._protocol.find_left_behind()]
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
 
     async def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
-        """Why inner steps should end now: another history survives, or contributors would go on without this island.
+        """Return why inner steps should end now: another history survives, or contributors would continue without this
+        island.
 
-        `seconds_left`: until the inner steps are done. `entered_late`: it took the round's state while others trained.
+        `seconds_left`: the time until the inner steps are done. `entered_late`: the island took the round's state
+        while others were already training.
         """
         if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
-        num_ready, rules = self.protocol.coordination.num_ready, self._knowledge.rules
-        num_waiting = max(len(find_contributors(self.protocol)), num_ready)
+        num_ready, rules = self._protocol.coordination.num_ready, self._knowledge.rules
+        num_waiting = max(len(find_contributors(self._protocol)), num_ready)
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
         if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
             return "waited for"
         return ""
 
     async def linger(self, seconds: float) -> bool:
-        """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
-        deadline, coordination = loop_time() + seconds, self.protocol.coordination
+        """Wait until all live islands have caught up. Return True if this island's history does not survive."""
+        deadline = loop_time() + seconds
+        coordination = self._protocol.coordination
         if len(self._knowledge.present) < self._knowledge.rules.tree_islands:
-            self.protocol.write_to_all()  # Nobody else asks all of them for their status.
+            self._protocol.write_to_all()  # No other island requests the status of all of them.
         asked: str | None = "nobody"
-        while loop_time() < deadline and (asked == "nobody" or self.protocol.is_waited_for):
+        while loop_time() < deadline and (asked == "nobody" or self._protocol.is_waited_for):
             if asked != (asked := coordination.coordinator):
                 self._detector.ping()
                 self._send_outbox()
-            if self.protocol.is_waited_for:
+            if self._protocol.is_waited_for:
                 await self._changes.wait(deadline - loop_time())
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
-        """Membership records of the islands that hold the surviving history; empty if this island holds it."""
+        """Return the membership records of the islands that hold the surviving history; empty if this island holds
+        it."""
         await self._detector.find_members()
         return self._doubts.find_donors(self._peers.members)
 
     async def disbelieve(self, donors: Sequence[Member]) -> None:
-        """The state that these records or the islands' statuses claim could not be taken: ignore it for a while.
+        """Ignore these islands' claims for a while, because the claimed state could not be taken.
 
-        Until then the islands are neither donors nor waited for, unless they claim no more than this island holds.
+        Until then they are neither donors nor waited for, unless they claim no more than this island holds.
         """
         for donor in donors:
             claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
@@ -209,17 +220,17 @@ class ProtocolDriver:
         self._changes.add()
 
     async def believe(self, donors: Sequence[Member]) -> None:
-        """The state that these islands claim has been taken: what failed before is forgotten."""
+        """Accept these islands' claims, because their state has been taken, and forget earlier failures."""
         for donor in donors:
             self._doubts.clear(donor.island)
 
     def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
-        """Plan without the island that should do so once it has had its time; since when it has not done so."""
-        planner = self.protocol.gathering.find_planner(is_late=is_late)
+        """Make the next island the planner if the current one is late. Return the start of the wait."""
+        planner = self._protocol.gathering.find_planner(is_late=is_late)
         since = None if planner in (None, self._knowledge.me) else since or loop_time()
         if since is None or loop_time() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
             return since
-        planner = self.protocol.pass_over(is_late=is_late)
+        planner = self._protocol.pass_over(is_late=is_late)
         log.warning("round %d: %s makes no plan; the next by name does", self._knowledge.status.round, planner)
         self._changes.add()
         return None
@@ -228,7 +239,7 @@ class ProtocolDriver:
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
         message, sender = await receive(model, body), source.island
-        reply = self.protocol.receive(sender, message)
+        reply = self._protocol.receive(sender, message)
         self._detector.hear(sender)
         self._few.hear(sender)
         match message:
@@ -248,11 +259,11 @@ class ProtocolDriver:
     def _send_outbox(self) -> None:
         """Send the protocol's messages, except for repetitions of a call that has not ended yet."""
         self._doubts.report_refused(self._rejections)
-        outbox, self.protocol.outbox = self.protocol.outbox, []
+        outbox, self._protocol.outbox = self._protocol.outbox, []
         self._calls.send(outbox)
 
     async def _call(self, island: str, message: Message, body: bytes) -> None:
-        """Make the call for a message. A no goes to all ranks of the island: each must end its reduce."""
+        """Make the call for a message. A no vote goes to all ranks of the island, because each must end its reduce."""
         kind, called_at = kind_of(type(message)), loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
@@ -267,7 +278,7 @@ class ProtocolDriver:
             self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
-                    self.protocol.receive(island, await self._peers.read_reply(island, model, reply))
+                    self._protocol.receive(island, await self._peers.read_reply(island, model, reply))
                 except MessageError as error:
                     self._rejections.add_error(island, error)
                 self._few.hear(island)
@@ -286,10 +297,10 @@ class ProtocolDriver:
             self._changes.add()
 
     def _end_reduce_with(self, island: str, cause: str) -> None:
-        if self.protocol.state == "reducing" and self.protocol.plan and island in self.protocol.others:
-            self._on_no(self.protocol.plan.id, island, cause)
+        if self._protocol.state == "reducing" and self._protocol.plan and island in self._protocol.others:
+            self._on_no(self._protocol.plan.id, island, cause)
 
     async def _stop_if_left(self) -> None:
-        """After the goodbye, wait for the end of the process. The others go on, so this island must not commit."""
+        """Wait for the end of the process if the goodbye has been sent: this island must not commit any more."""
         if self._has_left:
             await asyncio.Event().wait()

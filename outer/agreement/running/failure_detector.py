@@ -1,13 +1,16 @@
-"""Failure detection between islands: which islands are in the run, which of them live, and whether this process froze.
+"""Failure detection between islands: which islands are in the run, which of them live, and whether
+this process froze.
 
-Each second every island sends its status to others (a ping) and reads the membership records again. Where there is a
-coordinator (coordination.py), all ping it, and it pings those from which it hears nothing; each of the others also
-pings one more island, in turn. Otherwise all ping all, but for many islands that train: nobody waits for anybody then,
-so each pings some of the others, in turn. An island that does not answer a call, or whose connection
-breaks twice, is lost until it is heard from again.
+Each second every island sends its status to others (a ping) and reads the membership records again.
+With a coordinator (coordination.py), all islands ping it, and it pings the islands from which it
+hears nothing. Each other island also pings one more island per second, in turn. Without a
+coordinator all islands ping all. The exception is a large run whose islands train: no island waits
+for another then, so each pings only some of the others, in turn. An island that does not answer a
+call, or whose connection breaks twice, is lost until a message from it arrives.
 
-A process that stood still (suspended, stopped, swapped out) must not blame others for calls that failed meanwhile, and
-must not commit an open plan before it has asked the others what came of it, because they may have given it up.
+A process that stood still (suspended, stopped, swapped out) must not blame others for calls that
+failed during that time. It must also not commit an open plan before it has queried the outcome,
+because the others may have aborted it.
 """
 
 import asyncio
@@ -24,9 +27,10 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 1.0
 """Interval between pings, and between repetitions of messages that may have been lost."""
 SILENT_SECONDS = 2.0
-"""Time after its last message from which on the coordinator pings an island."""
+"""The coordinator pings an island when this time has passed since the island's last message."""
 MAX_TRAINING_PINGS = 16
-"""Islands to ping at the start of a run, and in a second while this one trains and there is no coordinator."""
+"""The number of islands to ping at the start of a run, and per second while this island trains
+without a coordinator."""
 
 
 @dataclass
@@ -43,12 +47,12 @@ class FailureDetector:
     on_newly_lost: Callable[[str, str], None] = lambda island, cause: None
     """The same, but not again while the island stays lost."""
     woke_at: float = float("-inf")
-    """End of this process's last freeze, in seconds of the event loop's clock."""
+    """End of this process's last freeze, in seconds on the event loop's clock."""
     losses: dict[str, str] = field(default_factory=dict)
-    """Why islands of the run were last found to be lost."""
+    """Causes of the last losses, by island."""
     _heard_at: dict[str, float] = field(default_factory=dict)
     _turn: int = 0
-    """Where in the sorted names `_next_in_turn` goes on."""
+    """Position in the sorted names from which `_next_in_turn` continues."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _freeze_detector: FreezeDetector = field(default_factory=FreezeDetector)
 
@@ -59,7 +63,7 @@ class FailureDetector:
         self._tasks = [asyncio.create_task(self._ping_forever()), asyncio.create_task(self._watch_for_freezes())]
 
     def stop(self) -> None:
-        # This island leaves: whom it no longer hears is not lost.
+        # This island is leaving, so an island that it no longer hears is not lost.
         self.on_newly_lost = lambda island, cause: None
         for task in self._tasks:
             task.cancel()
@@ -70,7 +74,7 @@ class FailureDetector:
             return
         knowledge = self.protocol.knowledge
         for name in knowledge.present - frozenset(self.peers.members):
-            # Nobody could ever find out whether an island without an address lives.
+            # Without an address it can never be found out whether the island lives.
             if name in knowledge.lost or not self.peers.addresses(name):
                 self.protocol.remove(name)
                 self.peers.direct_addresses.pop(name, None)
@@ -80,7 +84,7 @@ class FailureDetector:
         self.losses = {name: cause for name, cause in self.losses.items() if name in knowledge.present}
 
     def hear(self, island: str) -> None:
-        """A message of the island has arrived."""
+        """Record that a message of the island has arrived."""
         self._heard_at[island] = loop_time()
 
     def ping(self) -> None:
@@ -89,7 +93,8 @@ class FailureDetector:
         self._queue(self.protocol.coordination.receivers(knowledge.present))
 
     def announce(self) -> None:
-        """Queue this island's new status. Nobody waits for the first of a run: it goes to some islands, in turn."""
+        """Queue this island's new status. No island waits for the first status of a run, so it
+        goes to some islands, in turn."""
         status, coordinator = self.protocol.knowledge.status, self.protocol.coordination.coordinator
         if status.round == 0 and status.is_coming and coordinator is None:
             self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
@@ -100,7 +105,8 @@ class FailureDetector:
         self.protocol.outbox += [(name, self.protocol.knowledge.status) for name in sorted(islands)]
 
     def _find_watched(self) -> frozenset[str]:
-        """The islands, besides those that wait for this one's status, to ping in this second."""
+        """Return the islands to ping in this second, besides those that wait for this island's
+        status."""
         present, coordination = self.protocol.knowledge.present, self.protocol.coordination
         if coordination.coordinator is None or not present:
             return frozenset()
@@ -115,7 +121,8 @@ class FailureDetector:
         return frozenset(names[(first + i) % len(names)] for i in range(min(count, len(names))))
 
     def check_freeze(self) -> None:
-        """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
+        """Forbid a commit of the open plan on votes alone if this process has stood still since
+        the last check."""
         if self._freeze_detector.was_frozen():
             self.woke_at = loop_time()
             self.peers.deadlines.num_freezes += 1
@@ -139,7 +146,7 @@ class FailureDetector:
             await self.find_members()
             if self.protocol.state == "training" and self.protocol.coordination.coordinator is None:
                 self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
-            elif self.protocol.state != "gathering":  # Its ready message holds the status, too.
+            elif self.protocol.state != "gathering":  # In a gathering its ready message contains the status.
                 self.ping()
             self._queue(self._find_watched())
             self.protocol.resend()

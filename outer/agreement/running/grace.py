@@ -1,11 +1,13 @@
-"""How long the contributors to a round have waited for the other islands, and whether they should go on without them.
+"""Measures how long the contributors to a round have waited for other islands, and when they
+continue without them.
 
-Contributors wait for islands that are not ready as long as `Deadlines.grace` says. That may be too short for an island
-that needs longer than the others' inner steps to take what they have committed: it would come too late for ever. So it
-is waited for longer once it has missed 2 rounds in a row, 4, 8 and so on, in proportion.
+Contributors wait for islands that are not ready for the time of `Deadlines.grace`. An island may
+need longer than the others' inner steps to take what they have committed. It would then come too
+late for ever. So contributors wait longer for an island that has missed 2, 4, 8, ... rounds in a
+row, in proportion to that number.
 
-Observers miss nothing when a round goes on without their progress, so contributors wait for them only as long as
-`Rules.grace_steps` inner steps take.
+Observers miss nothing when a round continues without their progress, so contributors wait for them
+only for the duration of `Rules.grace_steps` inner steps.
 """
 
 import logging
@@ -23,38 +25,42 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MissedRounds:
-    """How many rounds in a row were committed without each island that was on its way."""
+    """Counts the rounds in a row that were committed without an island although it was coming to
+    them."""
 
     knowledge: Knowledge
     _counts: dict[str, int] = field(default_factory=dict)
 
     def on_commit(self, plan: Plan) -> None:
-        """A plan has been committed, also here."""
+        """Count a missed round for each island that was coming and is not in this committed
+        plan."""
         coming = {name for name, status in self.knowledge.live.items() if status.is_coming}
         self._counts = {name: self._counts.get(name, 0) + 1 for name in coming.difference(plan.names)}
 
     def to_make_good(self, absent: Collection[str]) -> int:
-        """The most rounds for which one of these islands is to be waited for now: 1, or those that it has missed.
+        """Return the number of missed rounds by which to lengthen the wait for these islands, at
+        least 1.
 
-        The latter only after 2, 4, 8 ... rounds, so that an island that never comes costs no more than twice as much.
+        It is above 1 only after 2, 4, 8 ... missed rounds, so that an island that never comes at
+        most doubles the total wait.
         """
         missed = [count for name, count in self._counts.items() if name in absent]
         return max((count for count in missed if count.bit_count() == 1), default=1)
 
 
 def find_ready(protocol: RoundProtocol, awaited: frozenset[str]) -> list[Ready]:
-    """Latest ready messages of these islands for this island's round."""
+    """Return the latest ready messages of these islands for this island's round."""
     number = protocol.knowledge.status.round
     return [ready for name, ready in protocol.readies.latest.items() if name in awaited and ready.round == number]
 
 
 def find_contributors(protocol: RoundProtocol) -> list[Ready]:
-    """Those of the other islands that may take part and are no observers."""
+    """Return the ready messages of the other islands that may take part and are not observers."""
     return [ready for ready in find_ready(protocol, protocol.knowledge.awaited) if not ready.listens]
 
 
 class GraceTimer:
-    """Waiting time of one gathering. Times are in seconds of the event loop's clock."""
+    """Waiting time of one gathering. Times are in seconds on the event loop's clock."""
 
     def __init__(self, protocol: RoundProtocol, deadlines: Deadlines, missed: MissedRounds) -> None:
         self._protocol, self._deadlines, self._missed = protocol, deadlines, missed
@@ -63,16 +69,18 @@ class GraceTimer:
         self._num_absent = self._num_contributors = 0
         self._num_missed = 1
         self._step_seconds = 0.0
-        """Of the fastest contributor."""
+        """Duration of an inner step of the fastest contributor."""
         self.waited = 0.0
-        """Seconds since there is a contributor, or since this process woke from a freeze if that was later."""
+        """Seconds since the first contributor was ready, or since this process woke from a
+        freeze if that was later."""
 
     def update(self, now: float, woke_at: float) -> None:
-        """See who is ready, and measure the waiting time at `now`. `woke_at`: end of this process's last freeze."""
+        """Update the waiting time at `now` from the ready messages. `woke_at`: end of this
+        process's last freeze."""
         self._count()
         is_direct = self._protocol.coordination.is_direct
         if is_direct and not self._is_direct:
-            self._since = None  # The others' ready messages are still to come, because the coordinator had them.
+            self._since = None  # The others' ready messages went to the coordinator and are still to come here.
         self._is_direct = is_direct
         if self._since is None and self._num_contributors:
             self._since = now
@@ -80,13 +88,15 @@ class GraceTimer:
 
     @property
     def is_late(self) -> bool:
-        """Whether the grace period is over: islands that are not ready are not waited for any longer."""
+        """Return whether the grace period is over: islands that are not ready are no longer
+        waited for."""
         grace = self._deadlines.grace(max(1, self._num_contributors), self._num_absent, self._num_missed)
         return self.waited > grace
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that contributors still wait for observers to finish their inner steps."""
+        """Return the seconds for which contributors still wait for observers to finish their
+        inner steps."""
         return max(0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited)
 
     def _count(self) -> None:
@@ -100,19 +110,21 @@ class GraceTimer:
 
 
 class HeldUpTimer:
-    """Notes in `Knowledge.is_held_up` when an island has been ready for a round for longer than honest islands need."""
+    """Sets `Knowledge.is_held_up` when an island has been ready for a round for longer than
+    honest islands need."""
 
     def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
         self._knowledge, self._deadlines = knowledge, deadlines
         self._round, self._since = -1, 0.0
 
     def update(self, now: float, woke_at: float) -> None:
-        """Call it while the island gathers. `now` and `woke_at` as for `GraceTimer.update`."""
+        """Update the flag. Call it while the island gathers. `now` and `woke_at` are as in
+        `GraceTimer.update`."""
         number = self._knowledge.status.round
         if number != self._round:
             self._round, self._since = number, now
         waited = now - max(self._since, woke_at)
         is_held_up = waited > held_up_limit(self._deadlines)
         if is_held_up and not self._knowledge.is_held_up:
-            log.info("round %d: held up for %.0f s; islands that are not known count from now on", number, waited)
+            log.info("round %d: delayed for %.0f s; claims of unknown islands count from now on", number, waited)
         self._knowledge.is_held_up = is_held_up

@@ -1,46 +1,55 @@
-"""How long an island waits for others in an attempt at a round. All limits follow from what this run measured."""
+"""Time limits for waiting on other islands in an attempt at a round. All limits follow from
+measurements of this run."""
 
 from outer.agreement.running.failure_detector import PING_SECONDS, SILENT_SECONDS
 from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, MAX_PATIENCE, Deadlines
 
 FIRST_VOTE_REDUCES = 4.0
-"""Until three votes have been measured, others may be later than this island by this many times its own reduce."""
+"""Until three votes have been measured, the limit for votes is this multiple of the island's own
+reduce time."""
 
 
 def plan_limit(deadlines: Deadlines) -> float:
-    """Longest wait for the plan of an island that should make one, in seconds: it may have to find another one lost."""
+    """Return the longest wait, in seconds, for a plan. It includes the time in which the planner
+    may detect a loss."""
     return 2 * (PING_SECONDS + deadlines.limit("call"))
 
 
 def vote_limit(deadlines: Deadlines, reduce_seconds: float) -> float:
-    """Longest wait for the other votes and their receipts after this island's reduce took `reduce_seconds`."""
+    """Return the longest wait, in seconds, for the other votes and their receipts.
+    `reduce_seconds`: duration of this island's reduce."""
     if deadlines.typical("vote") is None:
         return min(deadlines.initial_seconds, max(DEFAULT_FLOOR_SECONDS, FIRST_VOTE_REDUCES * reduce_seconds))
     return deadlines.limit("vote")
 
 
 def query_limit(deadlines: Deadlines) -> float:
-    """Longest wait for the replies to a query of the outcome, in seconds."""
+    """Return the longest wait, in seconds, for the replies to an outcome query."""
     return PING_SECONDS + deadlines.limit("call")
 
 
 def held_up_limit(deadlines: Deadlines) -> float:
-    """Seconds after which an island that is ready counts as held up: the bound T, or less while little is measured."""
+    """Return the seconds after which a ready island counts as delayed: the bound T, or less
+    while little is measured."""
     return min(deadlines.initial_seconds / 2, commit_bound(deadlines, 1))
 
 
 def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, num_attempts: int = 2) -> float:
-    """Bound T, in seconds: `num_waiting` islands that are ready, connected and well commit within T of the last fault.
+    """Return the bound T in seconds: `num_waiting` ready, connected and healthy islands commit
+    within T of the last fault.
 
-        T = detect + grace + num_attempts x (plan + reduce + vote + query)
+    T = detect + grace + num_attempts x (plan + reduce + vote + query)
 
-    detect    3 s + limit of a call: who is dead or frozen is found to be lost
-    grace     while `num_absent` islands live and are not ready, at its longest; 0 if there are none
-    plan, reduce, vote, query    limits of an attempt, each at its worst
+    detect: 3 s + the limit of a call, in which dead and frozen islands are found to be lost.
 
-    One attempt may have begun before the fault, so two suffice when islands only die, freeze or are cut off. An island
-    that lies or keeps silent costs one attempt more if it can be told. Otherwise minorities are left out in turn
-    (suspicions.py): with n islands and one liar that is after at most 6 + 3 n attempts, with pauses of up to 2 s.
+    grace: the longest wait while `num_absent` islands live and are not ready; 0 if there are none.
+
+    plan, reduce, vote, query: the limits of an attempt, each at its longest.
+
+    One attempt may have begun before the fault, so two suffice when islands only die, freeze or are
+    cut off. An island that lies or keeps silent costs one more attempt if it can be identified.
+    Otherwise minorities are left out in turn (suspicions.py): with n islands and one liar this
+    takes at most 6 + 3 n attempts, with pauses of up to 2 s.
     """
     detect = SILENT_SECONDS + PING_SECONDS + deadlines.limit("call")
     longest = most_missed(num_waiting)
@@ -51,10 +60,12 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
 
 
 def most_missed(num_waiting: int) -> int:
-    """Most rounds that `num_waiting` islands commit in a row without another that is on its way.
+    """Return the most rounds in a row that `num_waiting` islands commit without an island that is
+    coming.
 
-    After so many they wait for it for MAX_PATIENCE rounds. An island that is ready that soon after the others, with the
-    means of the last round and one inner step, takes part in the next round at the latest.
+    After that number of rounds they wait for it for the time of MAX_PATIENCE rounds. An island that
+    within this time can apply the means of the last round and make one inner step takes part in the
+    next round at the latest.
     """
     missed = 1
     while missed < MAX_PATIENCE * num_waiting:

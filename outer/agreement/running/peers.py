@@ -1,4 +1,5 @@
-"""The other islands as an island's leader reaches them: membership records, control addresses and calls."""
+"""Access of an island's leader to the other islands: membership records, control addresses and
+calls."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +31,8 @@ class Peers:
         config_hash: str,
         text: TextPrint | None = None,
     ) -> None:
-        """`text`: what this island says of its own, which others are compared with."""
+        """Create the table of peers. `text`: fingerprint of this island's text, which is
+        compared with those of others."""
         self.members: dict[str, Member] = {}
         """Membership records of the other islands at the last `refresh`, by island."""
         self._me, self._membership, self._config_hash = me, membership, config_hash
@@ -39,22 +41,23 @@ class Peers:
         self.direct_addresses: dict[str, list[str]] = {}
         """Control addresses from the islands' own messages, used before those in their records, by island."""
         self._gone: dict[str, str] = {}
-        """Incarnations that have left, by island. Their records may remain visible for a while."""
+        """Incarnations that have left, by island. Their records may stay visible for a while."""
         self.check_freeze: Callable[[], None] = lambda: None
-        """Counts a freeze of this process in `deadlines`. The failure detector sets it."""
+        """Function that counts a freeze of this process in `deadlines`. The failure detector
+        sets it."""
         self._notices = Tasks()
 
     @property
     def trouble(self) -> str:
-        """Why this island may not see the records of the others, or ""."""
+        """The reason why this island may not see the records of the others, or ""."""
         return self._membership.trouble
 
     async def refresh(self) -> bool:
-        """Read the membership records again. Returns False if they cannot be read now."""
+        """Read the membership records again. Return False if they cannot be read now."""
         try:
             found = await self._membership.members()
         except TransportError as error:
-            log.debug("the members could not be read: %s", error)
+            log.debug("the membership records could not be read: %s", error)
             return False
         self.members = {
             name: m
@@ -70,14 +73,16 @@ class Peers:
         self.members.pop(island, None)
 
     def addresses(self, island: str) -> list[str]:
-        """Control addresses of the island's ranks, or an empty list if they are not known."""
+        """Return the control addresses of the island's ranks, or an empty list if they are not
+        known."""
         recorded = self.members[island].control_addresses if island in self.members else []
         return self.direct_addresses.get(island, recorded)
 
     async def call(self, island: str, kind: str, body: bytes, answer: type[Message] | None = None) -> bytes:
-        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError.
+        """Call the island's leader and return the reply; call twice if the connection breaks.
+        Raises PeerLost, DeadlineError or MessageError.
 
-        No more of the reply is read than an `answer` may have, or a word if there is none.
+        At most the largest size of an `answer` is read, or a short word if there is none.
         """
         longest = MAX_REFUSAL_BYTES if answer is None else longest_reply(answer)
         for is_last in (False, True):
@@ -89,7 +94,7 @@ class Peers:
                 limit = self.deadlines.limit("call")
                 reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit, longest=longest)
             except PeerLost:
-                self.direct_addresses.pop(island, None)  # They may be wrong; those in the record may not.
+                self.direct_addresses.pop(island, None)  # They may be wrong while those in the record are right.
                 if is_last:
                     raise
             else:
@@ -99,7 +104,7 @@ class Peers:
         raise AssertionError("the last try returns or raises")
 
     async def read_reply(self, island: str, model: type[M], reply: bytes) -> M:
-        """Parse what the island's leader has answered. Raises MessageError."""
+        """Parse the reply of the island's leader. Raises MessageError."""
         return await receive_reply(self.messenger, (self.addresses(island) or [""])[0], model, reply)
 
     def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
@@ -114,7 +119,7 @@ class Peers:
 
 
 def kind_of(model: type[Message]) -> str:
-    """Kind of the messenger call that carries messages of this type."""
+    """Return the kind of messenger call that carries messages of this type."""
     return model.__name__.lower()
 
 
@@ -128,4 +133,4 @@ class Identity:
     """Identifier that stays the same over restarts."""
     config_hash: str
     text: TextPrint | None = None
-    """What it says of its text. On the leader."""
+    """The fingerprint of the island's text, on the leader only."""

@@ -1,4 +1,4 @@
-"""What an island says, and when it ends, because only few islands take part in a round."""
+"""Warnings of an island, and errors that end it, when few islands take part in a round."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,14 +13,16 @@ log = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0
 NAMED = 8
-"""Islands with other parameters that are named, so that a stranger with many names does not fill the log."""
+"""The number of islands with other parameters to name, so that a stranger with many names does
+not fill the log."""
 
 
 class FewIslands:
-    """Watches how many islands take part in the rounds of one island."""
+    """Watches how many islands take part in this island's rounds."""
 
     def __init__(self, knowledge: Knowledge, deadlines: Deadlines, why_unseen: Callable[[], str] = lambda: "") -> None:
-        """`why_unseen`: why the records of other islands may not be seen here, or ""."""
+        """Create a watcher. `why_unseen`: returns the reason why other islands' records may be
+        invisible here, or ""."""
         self._knowledge, self._deadlines = knowledge, deadlines
         self._why_unseen = why_unseen
         self._met: set[str] = set()
@@ -28,10 +30,11 @@ class FewIslands:
         self._strangers: dict[str, str] = {}
         """Digests of the islands that begin with other parameters than this one, by island."""
         self._told: set[str] = set()
-        """Those of which it has warned."""
+        """Islands with other parameters about which a warning was logged."""
 
     def hear(self, island: str) -> None:
-        """A message of the island has arrived: warn, once, if it begins the run with other parameters than this one."""
+        """Warn, once per island, if an island from which a message has arrived begins with other
+        parameters than this one."""
         own, theirs = self._knowledge.status, self._knowledge.statuses.get(island)
         if theirs is None or not (own.is_start and own.is_coming and theirs.is_start and theirs.is_coming):
             return
@@ -46,9 +49,9 @@ class FewIslands:
             self._warn(self._name_strangers([island]))
 
     def check(self, too_few: TooFew, waited: float, warned_at: float, now: float) -> float:
-        """Warn once a minute. Returns when that was last done. `waited` is in seconds.
+        """Warn once per minute. Return the time of the last warning. `waited` is in seconds.
 
-        Raises QuorumError if the missing islands are not waited for any longer.
+        Raises QuorumError when the missing islands are not waited for any longer.
         """
         present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
         if too_few.is_start:
@@ -66,7 +69,8 @@ class FewIslands:
         return now
 
     def _explain_absence(self) -> str:
-        """Why there may be so few: other islands began from different parameters, or none answers."""
+        """Return why there may be so few islands: others began from different parameters, or
+        none answers."""
         if why := self._why_unseen():
             return f"; {why}"
         if not (self._strangers and self._knowledge.status.is_start):
@@ -74,7 +78,8 @@ class FewIslands:
         return f"; {self._name_strangers(sorted(self._strangers))}"
 
     def _name_strangers(self, islands: Sequence[str]) -> str:
-        """Which islands began with other parameters, by both digests, and the three cures."""
+        """Return which islands began with other parameters, with both digests, and the three
+        cures."""
         digests = ", ".join(f"{name} with digest {self._strangers[name][:12]}" for name in islands)
         return (
             f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other parameters, and "
@@ -84,13 +89,14 @@ class FewIslands:
         )
 
     def on_plan(self, plan: Plan) -> None:
-        """Say so if a plan has fewer contributors than the quorum."""
+        """Warn if a plan has fewer contributors than the quorum."""
         present, quorum = len(plan.contributors), self._knowledge.rules.quorum
         if present < quorum:
-            self._warn(f"BELOW QUORUM: {present} of {quorum} islands; going on, for outer.below_quorum is 'continue'")
+            self._warn(f"BELOW QUORUM: {present} of {quorum} islands; outer.below_quorum is 'continue'")
 
     def on_commit(self, plan: Plan) -> None:
-        """Say so if those who commit are not more than half of the islands that were in the run."""
+        """Warn if the islands that commit are not more than half of the islands that were in the
+        run."""
         self._met |= set(plan.names)
         total = max(len(self._met), self._knowledge.rules.start_islands)
         if 2 * len(plan.names) <= total:

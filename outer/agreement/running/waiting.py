@@ -1,4 +1,5 @@
-"""Says whom an island waits for and why, when a gathering or a vote makes no progress."""
+"""Reports which islands an island waits for, and why, when a gathering or a vote makes no
+progress."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ REPORT_SECONDS = 5.0
 
 
 class WaitReporter:
-    """Logs a wait every REPORT_SECONDS, and hands it to `on_wait`, which is called with None when the wait is over."""
+    """Logs a wait every REPORT_SECONDS, and passes it to `on_wait`, which is called with None
+    when the wait is over."""
 
     def __init__(self, started: float, on_wait: Callable[[Waiting | None], None]) -> None:
         self._reported_at, self._on_wait = started, on_wait
@@ -37,16 +39,17 @@ class WaitReporter:
 def describe_gathering(
     protocol: RoundProtocol, decision: object, losses: Mapping[str, str], seconds: float, *, is_late: bool
 ) -> Waiting:
-    """Whom the gathering waits for.
+    """Return the islands for which the gathering waits, with the reasons.
 
-    `decision`: what `RoundProtocol.try_plan` has returned. `losses`: why islands were found to be lost.
+    `decision`: the last result of `RoundProtocol.try_plan`. `losses`: causes of the losses, by
+    island.
     """
     cause = f"{decision.present} of {decision.needed} islands are here" if isinstance(decision, TooFew) else ""
     knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
     if knowledge.me in excluded:
         cause = f"this island is left out: {excluded[knowledge.me]}"
     if protocol.coordination.is_led:
-        why = f"it knows of {protocol.coordination.num_ready} of {len(knowledge.awaited) + 1} that are ready"
+        why = f"it reports that {protocol.coordination.num_ready} of {len(knowledge.awaited) + 1} islands are ready"
         islands[protocol.coordination.coordinator] = why
         return Waiting(knowledge.status.round, "gathering", seconds, islands, cause)
     for name in knowledge.present:
@@ -60,10 +63,10 @@ def describe_gathering(
 
 
 def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waiting:
-    """Whose vote, or receipt of this island's vote, is missing."""
+    """Return the islands whose vote, or whose receipt of this island's vote, is missing."""
     votes, islands = protocol.vote_table.votes, {}
     if not protocol.exchange.is_direct and plan.planner != protocol.knowledge.me:
-        return Waiting(plan.round, "voting", seconds, {plan.planner: "it has not passed on the votes of all"})
+        return Waiting(plan.round, "voting", seconds, {plan.planner: "it has not forwarded the votes of all"})
     for name in protocol.vote_table.pending(plan) - {protocol.knowledge.me}:
         missing = "it has not acknowledged this island's vote" if (plan.id, name) in votes else "it has not voted"
         islands[name] = "it is lost" if name in protocol.knowledge.lost else missing
@@ -71,7 +74,8 @@ def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waitin
 
 
 def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, str]]:
-    """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
+    """Return why the plan was not committed, and the islands that are left out of the next plan,
+    with the reasons."""
     table = protocol.vote_table.votes
     votes = [vote for name in plan.names if (vote := table.get((plan.id, name)))]
     suspects = protocol.suspicions.excluded(plan.round, table)
@@ -84,20 +88,20 @@ def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, s
 
 
 def _why_not_ready(protocol: RoundProtocol, name: str, losses: Mapping[str, str]) -> str:
-    """Why an island that is in the run takes no part in the gathering; empty if it does."""
+    """Return why an island of the run takes no part in the gathering; empty if it does."""
     knowledge = protocol.knowledge
     status, own = knowledge.statuses.get(name), knowledge.status
     if name in knowledge.lost:
         return f"it is lost: {losses.get(name, 'it does not answer')}"
     if name not in knowledge.awaited:
-        return "it claims to be ahead, and its state could not be taken"
+        return "it claims to be ahead, but its state could not be taken"
     ready = protocol.readies.usable(own.round, [name]).get(name)
     if ready is None:
         if status is None:
-            return "it has said nothing yet"
+            return "it has not sent its status yet"
         if not status.is_coming:
-            return "it takes another island's state, or leaves"
+            return "it is taking another island's state, or is leaving"
         return "it is not ready" if status.round == own.round else f"it is in round {status.round}"
     if ready.digest != own.digest:
         return f"its state differs: digest {ready.digest[:12]}, here {own.digest[:12]}"
-    return "it still trains, and observes" if ready.listens else ""
+    return "it is still training, as an observer" if ready.listens else ""

@@ -171,7 +171,7 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
             ["optimizer.name=adam"],
             "got 'adam'; allowed: adamw, sgd, muon, or own code by its import path",
         ),
-        (["optimizer.options={beta1: 0.9}"], "options are those of an own optimizer, and name is adamw"),
+        (["optimizer.options={beta1: 0.9}"], "options are for an own optimizer only, and name is adamw"),
         (["optimizer.name=a:B", "optimizer.options={betas: {x: 1}}"], "optimizer.options.betas"),
     ],
     ids=str,
@@ -184,10 +184,10 @@ def test_an_optimizer_is_one_of_ours_or_an_import_path(settings: list[str], why:
     ("settings", "why"),
     [
         (["model.name=my model"], "model.name: got 'my model'; allowed: own code by its import path as in my_package"),
-        (["model.options={dim: 8}"], "options are those of an own model, and there is no name"),
+        (["model.options={dim: 8}"], "options are for an own model only, and no name is given"),
         (
             ["model.name=a:B", "model.preset=1m"],
-            "preset: of ours, and name is a:B; leave it out or",
+            "preset: for the built-in model only, and name is a:B; leave it out or",
         ),
     ],
     ids=str,
@@ -204,13 +204,13 @@ def test_an_own_model_is_tried_and_counted_before_any_process_starts():
     over = parse_config("island: {ranks: 2, mesh: {tp: 2}}", ["model.name=tests.own.models:GatedConv"])
     with pytest.raises(ConfigError, match=r"^island 0: island.mesh: tp 2, but .* over dp_replicate and dp_shard only"):
         check_island(over.run, over.for_island(0), "island 0")
-    with pytest.raises(InputError, match="an own model, whose FLOPs, memory and traffic cannot be counted"):
+    with pytest.raises(InputError, match="an own model: its FLOPs, memory and traffic cannot be counted"):
         build_step_plan(config.run, config.for_island(0))
 
 
 def test_an_own_optimizer_that_does_not_fit_the_mesh_is_found_before_any_process_starts():
     config = parse_config("model: {preset: 1m}\nisland: {ranks: 2}", ["optimizer.name=tests.own.optimizers:UnitStep"])
-    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix otherwise"):
+    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix differently"):
         check_island(config.run, config.for_island(0), "island 0")
 
 

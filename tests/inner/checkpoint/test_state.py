@@ -77,9 +77,9 @@ def optimizer_on_a_rank(rank: int, folder: Path, name: str, steps_before: int) -
 
 MISFITS: dict[str, tuple[int | None, dict[str, Any], str]] = {
     "shape": (1, {"width": 5}, "1.weight is (5, 8) torch.float32 in the model, (8, 8) torch.float32 in the checkpoint"),
-    "deeper": (1, {"depth": 3}, "the model has the parameter 2.weight, the checkpoint has not"),
-    "shallower": (None, {"depth": 1}, "the checkpoint has the parameter 1.weight, the model has not"),
-    "optimizer": (1, {"optimizer": "sgd"}, "0.weight is stepped by SGD here, by AdamW in the checkpoint"),
+    "deeper": (1, {"depth": 3}, "the model has the parameter 2.weight, the checkpoint does not"),
+    "shallower": (None, {"depth": 1}, "the checkpoint has the parameter 1.weight, the model does not"),
+    "optimizer": (1, {"optimizer": "sgd"}, "0.weight is stepped by SGD here, but by AdamW in the checkpoint"),
 }
 
 

@@ -161,7 +161,7 @@ def test_other_rows_are_refused(value: object, text: str) -> None:
 
 
 def test_chat_needs_a_source_with_rows() -> None:
-    with pytest.raises(ValueError, match="format chat needs rows of the source files or huggingface"):
+    with pytest.raises(ValueError, match="format chat needs the rows of source files or huggingface"):
         DataConfig.model_validate({"format": "chat"})
 
 
@@ -183,8 +183,9 @@ def test_conversations_whose_answers_are_cut_off_are_left_out_and_counted(
 ) -> None:
     config = cut_config(tmp_path / "text", {LONG: 380, "hi": 20})
     (text,) = prepare_corpus(config, tmp_path / "cache").texts
-    assert "of 400 conversations, 380 are left out, as their answers begin behind data.seq_len=128, and 0 are" in (
-        caplog.text
+    assert (
+        "of 400 conversations, 380 are left out, because their answers begin after data.seq_len=128 tokens, and 0 are"
+        in (caplog.text)
     )
     for tokens in (text.train[:], text.heldout[:]):
         windows = [tokens[at : at + SEQ_LEN + 1] for at in range(0, len(tokens) - 1, SEQ_LEN)]

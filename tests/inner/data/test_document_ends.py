@@ -76,9 +76,9 @@ def test_it_is_said_which_was_taken(tmp_path):
     ("names", "config", "eos", "bos", "text"),
     [
         (NANOCHAT, None, None, None, "name one of its tokens by data.eos, such as <|bos|>, <|user_start|>"),
-        (PHI3, None, "<eos>", None, "data.eos says '<eos>', which is no token of data.tokenizer"),
-        (PHI3, None, None, "<bos>", "data.bos says '<bos>'"),
-        (PHI3, {"eos_token": "<|end|>"}, None, None, "tokenizer_config.json says '<|end|>', which is no token"),
+        (PHI3, None, "<eos>", None, "data.eos names '<eos>', which is not a token of data.tokenizer"),
+        (PHI3, None, None, "<bos>", "data.bos names '<bos>'"),
+        (PHI3, {"eos_token": "<|end|>"}, None, None, "tokenizer_config.json names '<|end|>', which is not a token"),
         (PHI3, ["</s>"], None, None, "tokenizer_config.json: got a JSON list, need an object"),
     ],
 )
@@ -170,5 +170,5 @@ def test_tokenizer_config_of_the_hub_is_read(tmp_path, monkeypatch):
 
 def test_a_tokenizer_config_that_the_hub_cannot_give_is_warned_of(tmp_path, monkeypatch, caplog):
     assert build_tokenizer(on_the_hub(tmp_path, monkeypatch, "without", None)).eos_id == 2
-    assert "some/without: its tokenizer_config.json cannot be had" in caplog.text
-    assert "so eos is chosen by its name; to be sure set data.eos" in caplog.text
+    assert "some/without: its tokenizer_config.json cannot be read" in caplog.text
+    assert "so eos is chosen by its name; to be sure, set data.eos" in caplog.text

@@ -105,7 +105,8 @@ def test_what_describes_the_data_beside_it_is_left_out_and_said(
     (tmp_path / name).write_text("about")
     assert list(read(tmp_path).values()) == TEXTS
     assert caplog.messages == [
-        f"{tmp_path / name} is about the data beside it and left out; name it in data.paths to read it"
+        f"{tmp_path / name} is left out because its name says that it describes the data beside it; "
+        "name it in data.paths to read it"
     ]
 
 

@@ -80,13 +80,13 @@ def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
         ("Table", {}, r"the nearest name is tests\.own\.sources:Tables"),
         ("Tables", {}, r"Tables\(numbers.*called with nothing it raised TypeError.*data\.options"),
         ("Tables", {"numbers": 0}, "has no document with text"),
-        ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and read again 'table/.'; the order"),
+        ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and when read again 'table/.'; the order"),
         ("Restless", {"numbers": 3}, "fingerprint.* differs from call to call"),
         ("BeginsLate", {"numbers": 3}, r"documents_from\(2\) .* begins with None, and pair 2 .* is 'table/2'"),
         ("SameKeys", {"numbers": 3}, "several documents with the key 'key'"),
         ("TextsAlone", {"numbers": 3}, r"document 0 .* is str '0 x 1 = 0.*need a pair"),
         ("Breaks", {"numbers": 3}, r"failed in documents\(\): RuntimeError: the tape is torn"),
-        ("NoFingerprint", {}, r"gives NoFingerprint without the method fingerprint\(\)"),
+        ("NoFingerprint", {}, r"returns NoFingerprint without the method fingerprint\(\)"),
     ],
 )
 def test_a_source_that_breaks_the_contract_is_refused(name: str, options: dict[str, int], why: str) -> None:

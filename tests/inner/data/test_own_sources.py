@@ -76,9 +76,9 @@ def test_only_named_islands_have_the_source_in_their_config(label: str, names: l
 
 
 def test_an_island_without_any_source_and_stages_beside_own_sources_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no source is for the island 'c'"):
+    with pytest.raises(ConfigError, match="island 'c' has no source"):
         data_of(run_of(MIXTURE[1:]), IslandConfig(name="c"))
-    with pytest.raises(ValidationError, match="may be read from a store by all"):
+    with pytest.raises(ValidationError, match="all islands can read shards from a store"):
         RunConfig.model_validate({"data": {"order": "shards", "mixture": [{"weight": 1, **MIXTURE[1]}]}})
     with pytest.raises(ValidationError, match="that only some islands read"):
         run_of(MIXTURE, stages=[{}])

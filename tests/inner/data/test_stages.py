@@ -61,7 +61,7 @@ def test_a_stage_of_the_same_text_goes_on_where_the_stage_before_ended() -> None
     after = IslandBatches(corpus_of((1.0,)), 8, 3, 1, 2, start)
     whole = IslandBatches(corpus_of((1.0,)), 8, 3, 1, 2)
     assert after.micro_batches(50, 0, 1, 2)[0].tolist() == whole.micro_batches(6, 0, 1, 2)[0].tolist()
-    with pytest.raises(AssertionError, match="of an earlier stage"):
+    with pytest.raises(AssertionError, match="belongs to an earlier stage"):
         after.micro_batches(49, 0, 1, 2)
 
 
@@ -105,7 +105,7 @@ def test_stages_begin_with_whole_cycles() -> None:
         ([{"tokens": 1, "seq_len": 8}, {"seq_len": 12, "tokens_per_step": 48}], {}, "does not divide the longest"),
         ([{"tokens": 10**6}, {}], {}, "raise outer.rounds"),
         ([{"seq_len": 64}], {"data": IN_SHARDS}, "which sequences of 64 tokens do not fill.*such as 64 or 128"),
-        ([{"seq_len": 16}], {"data": CHAT}, "conversations are packed into sequences of one length"),
+        ([{"seq_len": 16}], {"data": CHAT}, "conversations are packed for one sequence length only"),
         ([{}], {"outer": {"gossip": {}}}, "outer has gossip"),
         ([{}], {"outer": {"wait_for": "quorum"}}, "outer has wait_for: quorum"),
     ],

@@ -126,7 +126,7 @@ def text_file(folder: Path) -> Path:
         (short_ids, "ids of 2 bytes are expected"),
         (no_index, "there is no text.ds.index beside it"),
         (odd_ids, "an id has 2 or 4"),
-        (falling_ends, "its ends of documents do not rise"),
+        (falling_ends, "its document ends do not increase"),
         (fractions, "holds float64 of shape (100,)"),
         (text_file, "for text set data.source=files"),
     ],
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[Path], Path
 
 def test_ids_of_another_tokenizer_are_refused_when_they_are_read(tmp_path: Path) -> None:
     path = write_megatron(tmp_path / "text", [[5, 6, 7, 50256]] * 300)
-    with pytest.raises(InputError, match=r"holds the id 50256, and data\.tokenizer has the ids 0 to 259"):
+    with pytest.raises(InputError, match=r"holds the id 50256, but data\.tokenizer has the ids 0 to 259"):
         prepare_corpus(tokens_config(path), tmp_path)
 
 
@@ -159,13 +159,15 @@ def test_ids_without_a_header_are_read_with_the_width_that_they_have(tmp_path: P
 def test_another_width_than_the_tokenizer_suggests_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     ROW.astype("uint32").tofile(tmp_path / "a.npy")
     open_token_files([str(tmp_path)], 50_257)
-    assert "a.npy: its ids have 4 bytes, by what is in it, and not 2 as the tokenizer with 50257 ids" in caplog.text
+    assert (
+        "a.npy: its content shows that its ids have 4 bytes, and not 2 as the tokenizer with 50257 ids" in caplog.text
+    )
 
 
 def test_ids_of_a_larger_tokenizer_are_not_taken_for_narrower_ones(tmp_path: Path):
     ids = np.random.default_rng(0).integers(0, 256_000, 4000)
     ids.astype("uint32").tofile(tmp_path / "a.npy")
-    with pytest.raises(InputError, match=r"holds the id \d+, and data.tokenizer has the ids 0 to 128255"):
+    with pytest.raises(InputError, match=r"holds the id \d+, but data.tokenizer has the ids 0 to 128255"):
         CheckedTokens(open_token_files([str(tmp_path)], 128_256)[0].tokens, 128_256)[:4000]
 
 

@@ -135,7 +135,7 @@ def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
     text = error_of(folder)
     assert "missing: model.norm.weight" in text
     assert "not of this model: model.layers.9.mlp.up_proj.weight" in text
-    assert "lm_head.weight is (2, 2), not (260, 32)" in text
+    assert "lm_head.weight has shape (2, 2), not (260, 32)" in text
     assert "model.embed_tokens.weight is I32" in text
 
 
@@ -146,7 +146,7 @@ def test_a_table_that_follows_from_the_config_may_be_there(folder):
 
 def test_values_that_are_not_finite_are_refused_by_name(folder):
     rewrite(folder, model__norm__weight=torch.full((32,), torch.nan))
-    assert "model.norm.weight holds values that are not finite" in error_of(folder)
+    assert "model.norm.weight contains values that are not finite" in error_of(folder)
 
 
 def test_a_cut_file_is_refused(folder):

@@ -82,7 +82,7 @@ def test_any_mesh_trains_and_resumes_like_one_process(lives: Lives, name: str) -
     [
         ("Lyon", {}, r"the nearest name is tests\.own\.optimizers:Lion"),
         ("Tensor", {}, "allowed: a class or function that tests defines"),
-        ("not_a_class", {}, r"no subclass of torch\.optim\.Optimizer"),
+        ("not_a_class", {}, r"not a subclass of torch\.optim\.Optimizer"),
         ("Lion", {"beta3": 0.9}, r"Lion\(params.*beta2.*called with groups, lr, beta3 it raised TypeError.*options"),
         ("OwnRate", {}, r"moves parameters when group\['lr'\] is 0"),
         ("CountsInGroups", {}, r"changes \['steps'\] of its groups"),

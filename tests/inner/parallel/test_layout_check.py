@@ -70,7 +70,7 @@ def test_a_layout_that_does_not_fit_is_named_with_a_cure(
 @pytest.mark.parametrize("installed", ["2.11.0+cu130", "2.12.1", "1.14.0"])
 @pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_an_old_torch_is_refused_for_schedules_that_split_the_backward(schedule: Any, installed: str) -> None:
-    text = f"{schedule} .* torch 2.13 or later, and this is {re.escape(installed)}; .*1f1b"
+    text = f"{schedule} .* torch 2.13 or later, but this is {re.escape(installed)}; .*1f1b"
     with pytest.raises(InputError, match=text):
         check_torch(ParallelConfig(schedule=schedule), Degrees(pp=2), installed)
 

@@ -92,7 +92,7 @@ def test_nobody_votes_for_another_island() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc", start_islands=3)
         plans = await asyncio.gather(a.plan(), b.plan(), c.plan())
-        with pytest.raises(MessageError, match="'c' speaks for 'b'"):
+        with pytest.raises(MessageError, match="'c' sends a message in the name of 'b'"):
             await c.tell(a, Vote.no(plans[0], "b", "boo"))
         assert a.protocol.vote_table.tally(plans[0]) == "open"
 

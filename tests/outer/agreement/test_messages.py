@@ -148,9 +148,12 @@ def test_a_sound_plan_passes() -> None:
 def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_given() -> None:
     plan, own = plan_of("a", "b"), ready("b", attempt=2)
     assert find_objection(plan, own, RULES, first_attempt=0) is None
-    assert find_objection(plan, own, RULES, first_attempt=1) == "'b' is not in the plan as it is now"
+    assert (
+        find_objection(plan, own, RULES, first_attempt=1)
+        == "the plan does not contain the current ready message of 'b'"
+    )
     later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
-    assert find_objection(later, own, RULES) == "'b' is not in the plan as it is now"
+    assert find_objection(later, own, RULES) == "the plan does not contain the current ready message of 'b'"
 
 
 def changed(plan: Plan, **changes: object) -> Plan:
@@ -164,7 +167,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "without us": (lambda p: changed(p, participants=p.participants[:1]), "'b' is not in the plan"),
     "with what we said before": (
         lambda p: changed(p, participants=[p.participants[0], ready("b", tokens=99)]),
-        "'b' is not in the plan as it is now",
+        "the plan does not contain the current ready message of 'b'",
     ),
     "another state": (lambda p: changed(p, participants=[ready("a", "y"), ready("b")]), "the state of 'a' differs"),
     "a part without a carrier": (

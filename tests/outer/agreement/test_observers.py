@@ -181,7 +181,7 @@ def test_in_a_run_that_waits_for_all_nobody_listens() -> None:
 
 def test_who_listens_claims_no_tokens() -> None:
     a = gathering("a", giving="ab")
-    with pytest.raises(MessageError, match="'b' listens, and claims 10 tokens"):
+    with pytest.raises(MessageError, match="'b' observes, but claims 10 tokens"):
         a.receive("b", ready_of(node("b", "")).model_copy(update={"listens": True}))
 
 

@@ -141,7 +141,7 @@ def test_a_list_goes_down_the_tree_once() -> None:
 def test_a_list_with_a_forged_vote_is_refused_whoever_passes_it_on() -> None:
     plan, islands, votes = voting()
     forged = votes.model_copy(update={"signatures": ["00" * 64, *votes.signatures[1:]]})
-    with pytest.raises(MessageError, match="'b' passes on a vote that 'a' has not signed"):
+    with pytest.raises(MessageError, match="'b' forwards a vote that 'a' has not signed"):
         islands["c"].receive("b", forged)
     assert islands["c"].vote_table.cast(plan).keys() == {"c"} and not islands["c"].outbox
 

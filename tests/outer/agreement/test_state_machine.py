@@ -314,7 +314,7 @@ def test_votes_for_another_plan_of_the_same_attempt_do_not_count():
 
 def test_nobody_speaks_for_another_island():
     a = gathering("a", "b")
-    with pytest.raises(MessageError, match="'b' speaks for 'c'"):
+    with pytest.raises(MessageError, match="'b' sends a message in the name of 'c'"):
         a.receive("b", ready_of(node("c", "")))
 
 

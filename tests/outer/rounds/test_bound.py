@@ -113,8 +113,8 @@ def test_two_islands_commit_no_poison_name_the_other_and_ask_once_a_round(caplog
     assert not any(report.is_committed for reports in found.values() for report in reports)
     assert all(report.participants == ["a", "b"] for report in found["a"]), "neither is accused"
     (asked,) = [text for record in caplog.records if "cannot be told which" in (text := record.getMessage())]
-    assert "and the rest is of 'b'. With two islands" in asked
-    assert "the rest is of 'b'" in found["b"][0].cause, "the other one is told, too"
+    assert "and the rest comes from 'b'. With two islands" in asked
+    assert "the rest comes from 'b'" in found["b"][0].cause, "the other one is told, too"
 
 
 def test_healthy_islands_with_very_different_amounts_of_tokens_commit_together() -> None:

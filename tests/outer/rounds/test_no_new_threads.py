@@ -55,7 +55,7 @@ def test_a_workers_thread_ends_when_nobody_holds_the_worker() -> None:
 
 def test_a_thread_that_dies_before_it_begins_is_not_waited_for_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outer.threads._thread.start_new_thread", lambda *_: 0)
-    with pytest.raises(RuntimeError, match=r"has not begun within 0.01 s: is there too little memory"):
+    with pytest.raises(RuntimeError, match=r"has not begun within 0.01 s: there may be too little memory"):
         start_thread(lambda: None, "stillborn", seconds=0.01)
 
 

@@ -120,5 +120,5 @@ def stepped(settings: OuterOptimizerConfig, momentum: Tensor, mean: Tensor) -> T
 
 @pytest.mark.parametrize("values", [{"momentum": 0.0, "nesterov": False, "align": {}}], ids=str)
 def test_without_momentum_there_is_nothing_to_align_with(values: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="align compares pseudo-gradients with the momentum, and momentum is 0"):
+    with pytest.raises(ValidationError, match="align compares pseudo-gradients with the momentum, but momentum is 0"):
         OuterOptimizerConfig.model_validate(values)

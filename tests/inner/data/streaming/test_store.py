@@ -105,7 +105,7 @@ def test_a_store_that_refuses_is_not_asked_again(tmp_path: Path, url: str) -> No
     config = store_config(f"faulty://{url}")
     with (
         faults(*[PermissionError("403")] * 2),
-        pytest.raises(InputError, match=r"may not use it .*; give it the keys of the store"),
+        pytest.raises(InputError, match=r"may not use it .*; give it the store's keys"),
         opened(config, tmp_path / "two"),
     ):
         pass
@@ -158,7 +158,7 @@ def test_a_writer_that_has_stopped_is_waited_for_as_long_as_is_said(tmp_path: Pa
         publish(config, shards_identity(config), store, 1, stop_after_three)
     with opened(store_config(store.url), tmp_path / "cache", patience=1.0) as corpus:
         read_units(corpus, range(8))
-        with pytest.raises(InputError, match=r"only 3 shards, unfinished, .* shard 3 is needed; see that"):
+        with pytest.raises(InputError, match=r"only 3 shards, unfinished, .* shard 3 is needed; make sure that"):
             read_units(corpus, UNITS)
 
 
@@ -195,7 +195,7 @@ def test_a_store_whose_text_changes_in_the_run_is_noticed(tmp_path: Path, url: s
         read_units(corpus, range(8))
         other = part.shards[0].model_copy(update={"sha256": "0" * 64})
         (growing / INDEX).write_text(index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json())
-        with pytest.raises(InputError, match="its index does not continue the one that it had before"):
+        with pytest.raises(InputError, match="its index does not continue the index that it had before"):
             read_units(corpus, UNITS)
 
 
