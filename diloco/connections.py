@@ -33,7 +33,7 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Shared:
-    """What the islands of one process share."""
+    """The parts that the islands of one process share."""
 
     hub: Hub
     event_loop: EventLoopThread

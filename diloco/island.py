@@ -88,9 +88,7 @@ class IslandDuties:
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
         self.num_offers = 0
-        """Rounds since the last finite loss in which this island tried to go back to an earlier
-        one.
-        """
+        """Rounds since the last finite loss in which this island tried to go back."""
         self.num_returns = 0
         """How often it has gone back to an earlier state."""
 

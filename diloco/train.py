@@ -41,7 +41,7 @@ LOOPS: dict[str, Callable[[Runtime], None]] = {"all": island.run, "quorum": isla
 
 
 def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = None) -> None:
-    """Run this rank of island `index` until the run is over. `loop` replaces the one that the config asks for."""
+    """Run this rank of island `index` until the run is over. `loop` replaces the config's loop."""
     run, settings = config.run, config.for_island(index)
     start_logging(settings.label)
     end_with_parent()
@@ -136,7 +136,7 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
     try:
         yield
     except FolderInUse:
-        # The folder and its logbook belong to the process that runs there.
+        # The folder and its logbook belong to another process, which is running.
         raise
     except Exception as error:
         named = name_lost_rank(error)

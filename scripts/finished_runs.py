@@ -1,7 +1,7 @@
-"""Keeps the results of an experiment's finished runs in one file for git, and gives them back.
+"""Keeps the results of an experiment's finished runs in one file for git, and restores them.
 
-    python -m scripts.finished_runs keep FOLDER FILE      # FOLDER: of the experiment, runs/experiments/NAME
-    python -m scripts.finished_runs restore FILE FOLDER   # `diloco experiment` makes only what is missing then
+    python -m scripts.finished_runs keep FOLDER FILE      # FOLDER: the experiment's, runs/experiments/NAME
+    python -m scripts.finished_runs restore FILE FOLDER   # `diloco experiment` then makes only missing runs
 
 FILE has a line for each run, by the name of its folder, which ends in the hash of its config.
 """
@@ -40,7 +40,7 @@ def read(file: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the command that the command line names."""
     what, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     count = {"keep": keep, "restore": restore}[what](source, target)
     print(f"{what}: {count} runs, {target}")

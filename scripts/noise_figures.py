@@ -61,8 +61,9 @@ def spread(values: list[float]) -> float:
 
 
 def scatter(values: list[float]) -> float:
-    """Return the standard deviation around the line through the values, in percent of their
-    mean.
+    """Return the standard deviation around the line through the values.
+
+    It is in percent of their mean.
     """
     places = range(len(values))
     line = linear_regression(places, values)

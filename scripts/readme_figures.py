@@ -24,8 +24,9 @@ PLOT, PICTURE = "loss-bytes.png", "ten-minutes.png"
 
 
 def read_lines(folder: Path) -> list[TableLine]:
-    """Return the table of the finished runs. `folder` must be empty, and holds the runs
-    afterwards.
+    """Return the table of the finished runs.
+
+    `folder` must be empty, and holds the runs afterwards.
     """
     restore(FINISHED, folder)
     experiment = load_experiment(FILE)

@@ -36,9 +36,7 @@ def numbers(text: str) -> list[float]:
 
 
 def draw_faults(rows: Table) -> Figure:
-    """Draw the held-out loss of each seed: with and without faults, and without on as few
-    tokens.
-    """
+    """Draw the held-out loss of each seed: without faults, with them, and on as few tokens."""
     figure, axes = new_axes("Faults and the loss", "seed", "held-out loss (nats per token)")
     kinds = [
         ("no fault", 1, ISLAND_COLORS[0]),
@@ -67,8 +65,9 @@ def draw_unequal(rows: Table) -> Figure:
 
 
 def draw_sizes(rows: Table) -> Figure:
-    """Draw held-out loss against parameters: data-parallel, DiLoCo with its gap, and
-    predictions.
+    """Draw held-out loss against parameters: data-parallel, DiLoCo, and predictions.
+
+    The gap is written beside DiLoCo's points.
     """
     figure, axes = new_axes("20 tokens per parameter, four islands", "parameters", "held-out loss (nats per token)")
     axes.set_xscale("log")

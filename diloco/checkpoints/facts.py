@@ -18,7 +18,7 @@ Loss = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class IslandFacts:
-    """What an island saves beside its tensors."""
+    """The values that an island saves besides its tensors."""
 
     outer: dict[str, Any]
     """The facts of the outer loop; `outer.rounds.checkpoint.parse_facts` parses them."""

@@ -29,8 +29,7 @@ NO_KEY = RunKeySigner()
 def read_global_params(
     run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
-    """Return the run's config and its global params, fp32 by full name, from the latest round's
-    checkpoint.
+    """Return the run's config and global params (fp32, by full name) of the latest round.
 
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
     there is no checkpoint, or if all are damaged or refused by `signer`.

@@ -126,8 +126,7 @@ class IslandCheckpoints:
         return self._outer.read_earlier(tensors, parse_island_facts(self._offered).outer)
 
     def reload_trainer(self) -> None:
-        """Load local params and the optimizer from the checkpoint whose state `find_earlier`
-        returned last.
+        """Load local params and optimizer from the checkpoint that `find_earlier` returned last.
 
         Raises InputError if the checkpoint does not fit the run.
         """

@@ -1,11 +1,13 @@
-"""Copies of an island's checkpoints at any URL that fsspec supports (s3://, gs://, memory://, a folder).
+"""Copies of an island's checkpoints at a URL that fsspec supports (s3://, gs://, a folder).
 
     URL/ISLAND/step-00000120/...    the checkpoint's files; the manifest is written last and completes the copy
 
-With a mirror, a run survives the loss of a disk. Copying happens in the background. The manifests decide which copy is
-newer, because a run may have returned to an earlier step. Others may be able to write to the URL: only the files that a
-manifest names are fetched, and they get their place when their sizes and hashes are right. Every fsspec backend raises
-its own types of errors, so any exception counts as a problem of the URL.
+With a mirror, a run survives the loss of a disk. Copying happens in the background. The manifests
+decide which copy is newer, because a run may have returned to an earlier step.
+
+Others may be able to write to the URL. Only the files that a manifest names are fetched, and a
+fetched checkpoint gets its name only if the sizes and hashes of its files are right. Every fsspec
+backend raises its own types of errors, so any exception counts as a problem of the URL.
 """
 
 import logging
@@ -108,8 +110,9 @@ class Mirror:
         return copy.name
 
     def _list(self) -> tuple[list[Copy], list[str]]:
-        """Return the complete checkpoints at the URL, oldest first, and a message per damaged or
-        refused one.
+        """Return the complete checkpoints at the URL, and a message per damaged or refused one.
+
+        The oldest checkpoint comes first.
         """
         copies, problems = [], []
         # Backends cache listings, which then lack what other processes have written since.

@@ -1,6 +1,4 @@
-"""Signatures of checkpoints: a run with a run key signs its manifests with it and accepts no
-others.
-"""
+"""Signatures of checkpoints: a run with a run key signs its manifests, and accepts no others."""
 
 import logging
 from dataclasses import dataclass

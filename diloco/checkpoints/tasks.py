@@ -26,7 +26,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """What to evaluate."""
+    """The tasks to evaluate, and the most examples of each."""
 
     tasks: Sequence[str]
     """Names of tasks or groups, known to the harness or defined in `folder`."""

@@ -48,9 +48,7 @@ class Weights:
     sizes: ModelSizes
     tensors: dict[str, Tensor]
     seq_len: int
-    """Longest sequence that the model is meant for, by its training or by the model that it began
-    from.
-    """
+    """Longest sequence that the model is meant for, by its training or by its initial model."""
     tokenizer: str
     """A value of data.tokenizer."""
     run: RunConfig | None = None
@@ -78,8 +76,9 @@ class Weights:
 
     @property
     def stop_text(self) -> str | None:
-        """Text that ends a message, for a model of conversations whose tokenizer has no token for
-        the end.
+        """Text that ends a message, if the model was trained on conversations.
+
+        None if its tokenizer has a token for that, or if it was not.
         """
         template = None if self.run is None else chat_end(self.run.data)
         return None if self.stop_ids else template
@@ -149,7 +148,7 @@ def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, 
     encoder = build_tokenizer(tokenizer, run.data.eos, run.data.bos)
     sizes = resolve_sizes(run.model, encoder.vocab_size)
     if {spec.name: spec.shape for spec in param_specs(sizes)} != {k: tuple(v.shape) for k, v in tensors.items()}:
-        raise InputError(f"{path}: the parameters in its checkpoint are not those of the model in its config")
+        raise InputError(f"{path}: the parameters in its checkpoint differ from the model in its config")
     bos_id, seq_len = _of_beginning(run, own, encoder)
     ends = (run.data.eos, run.data.bos)
     return Weights(sizes, tensors, seq_len, tokenizer, run, own, *ends, bos_id, _stop_ids(run.data, encoder))
@@ -223,8 +222,9 @@ def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Co
 
 
 def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) -> Corpus:
-    """Return all text of files and folders, as held-out text, up to the document that passes
-    `num_tokens`.
+    """Return all text of files and folders as held-out text.
+
+    It ends with the document that exceeds `num_tokens`.
     """
     field = DataConfig().text_field if weights.run is None else weights.run.data.text_field
     tokenizer = weights.encoder()

@@ -128,7 +128,10 @@ async def diagnose(
 
 
 async def check_swarm(local: LocalIsland, address: str, run_name: str | None) -> AsyncIterator[Line]:
-    """Check the connection to the swarm, then the run given by --run, else the config's run, else all runs."""
+    """Check the connection to the swarm, then one run or all of its runs.
+
+    The run is the one given by --run, or else the config's; without either, all runs are checked.
+    """
     if local.island.proxy is None:  # Through a proxy, the next check tells more.
         connected = await check_address(address)
         yield connected

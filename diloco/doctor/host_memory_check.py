@@ -42,7 +42,7 @@ class MachineMemory:
 
     num_bytes: int
     source: str
-    """What sets this limit, as text for the user."""
+    """The origin of this limit, as text for the user."""
     swap_bytes: int = 0
 
 

@@ -14,7 +14,7 @@ from outer.identity.island_key import KEY_FILE, load_island_key
 
 
 def check_strict(local: LocalIsland, run: RunConfig) -> Iterator[Check]:
-    """Check the settings of a strict run: those that all islands share, then those of the island on this machine."""
+    """Check the settings of a strict run, then the settings of the island on this machine."""
     yield check_network(run.outer)
     yield check_quorum(run.outer)
     yield check_audit(run.outer)

@@ -273,7 +273,10 @@ def invalid(text: str, problem: str, kind: FaultKind = "kill") -> ConfigError:
 
 
 def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_daemon: bool) -> None:
-    """Raise ConfigError if a fault hits a process that its island will not have. `num_ranks` is by island."""
+    """Raise ConfigError if a fault hits a process that its island will not have.
+
+    `num_ranks` has the number of ranks of each island.
+    """
     for fault in faults:
         if fault.process == DAEMON and not has_daemon:
             raise invalid(str(fault), "only islands over hivemind have a libp2p daemon", fault.kind)

@@ -64,7 +64,7 @@ class IslandRounds:
         while not self.is_over:
             with self._catching_up():
                 self._begin_round()
-                # A checkpoint may be of a round whose inner steps were all made.
+                # A checkpoint may have been saved after all inner steps of its round.
                 if self._outer.cursor.num_left > 0 and self.inner_step < self._last_step:
                     return
                 self._end_round()

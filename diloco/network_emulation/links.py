@@ -131,7 +131,10 @@ def attach(net: Net, link: AccessLink | None) -> Namespace:
 
 
 def shape(location: str, device: str, link: AccessLink | None, delay: float = 0.0) -> None:
-    """Shape what a device in a namespace sends to the link's rate, and delay it by `delay` seconds."""
+    """Limit what a device in a namespace sends to the link's rate, and delay it by `delay`.
+
+    The delay is in seconds.
+    """
     add = ("tc", "-n", location, "qdisc", "add", "dev", device)
     if link is None:
         # A veth without a queue would count 64 kB of a stream as one frame.

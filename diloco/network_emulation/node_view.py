@@ -26,7 +26,7 @@ HOSTS = Path("/etc/hosts")
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node's host name, the addresses of all nodes of its island by host name, and the folders that all see."""
+    """A node's host name, the addresses of its island's nodes by host name, and shared folders."""
 
     name: str
     hosts: Mapping[str, str]

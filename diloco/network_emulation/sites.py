@@ -21,7 +21,10 @@ MAX_NODES = 250
 
 @dataclass(frozen=True)
 class Site:
-    """The nodes of an island, in order, behind their router. `network` has their addresses, as 10.214.K.0/24."""
+    """The nodes of an island, in order, behind their router.
+
+    `network` is the range of their addresses, 10.214.K.0/24.
+    """
 
     router: Namespace
     network: str

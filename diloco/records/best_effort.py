@@ -21,5 +21,5 @@ def best_effort(what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is only about a record
+    except Exception as error:  # noqa: BLE001 - no error of a record may end the training
         log.warning("%s (%s: %s); training goes on", what, type(error).__name__, error)

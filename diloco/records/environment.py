@@ -97,7 +97,7 @@ def find_packages() -> dict[str, str]:
     for each in distributions():
         try:
             name, number = each.metadata["Name"], each.metadata["Version"]
-        except Exception:  # noqa: BLE001 - other people's files, in which anything may be wrong
+        except Exception:  # noqa: BLE001 - files of other packages may have any defect
             name = number = None
         if isinstance(name, str) and isinstance(number, str):
             found.setdefault(name, number)
@@ -109,8 +109,9 @@ def find_packages() -> dict[str, str]:
 
 
 def is_told(name: str) -> bool:
-    """Return whether the environment variable is recorded: it matters, and its name hints at no
-    secret.
+    """Return whether the environment variable is recorded.
+
+    It is if it matters and its name hints at no secret.
     """
     return name.startswith(VARIABLES) and not any(word in name.upper() for word in SECRETS)
 

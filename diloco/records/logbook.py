@@ -120,9 +120,7 @@ def lock_soon(file: IO) -> None:
 
 
 def describe_software() -> str:
-    """Return the versions of Python and of PACKAGES as text, without packages that are not
-    installed.
-    """
+    """Return the versions of Python and of the installed ones among PACKAGES, as text."""
     found = [("Python", platform.python_version()), *((name, find_version(name)) for name in PACKAGES)]
     return ", ".join(f"{name} {number}" for name, number in found if number)
 

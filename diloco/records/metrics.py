@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 LOST = "lost"
-"""Name of the event that this island has lost another one.
+"""Name of the event with which this island records that it has lost another one.
 
-Its text: that island, a colon, the cause.
+Its text is the other island's name, a colon, and the cause.
 """
 
 
@@ -41,8 +41,9 @@ class StepRecord:
     seconds: float
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs utilisation: the model's FLOPs as a share of the ranks' peak, which the logbook
-    names.
+    """Model FLOPs utilisation: the model's FLOPs as a share of the ranks' peak.
+
+    The logbook names that peak.
     """
     skipped: bool = False
     data_seconds: float | None = None
@@ -50,9 +51,7 @@ class StepRecord:
     source_tokens: dict[str, int] = field(default_factory=dict)
     """The step's tokens by source, if the data is a mixture."""
     spike: float | None = None
-    """Only if the loss is a spike: its distance from the mean of earlier losses, in standard
-    deviations.
-    """
+    """If the loss is a spike: its distance from the earlier mean, in standard deviations."""
     noise_scale: dict[str, float] = field(default_factory=dict)
     """Estimates of the gradient's noise, if it was measured.
 
@@ -93,9 +92,7 @@ class RoundRecord:
     The rest ran in the background.
     """
     gated: dict[str, int] = field(default_factory=dict)
-    """By island, the number of its parts that this island's leader, their reducer, kept out of the
-    mean.
-    """
+    """Number of parts, by island, that this island's leader, their reducer, left out."""
     base: str = ""
     """Digest of the committed state before the round."""
     units: list[list[int]] = field(default_factory=list)
@@ -141,8 +138,7 @@ class RoundRecord:
         ledger: "Ledger",
         ranks: list[list[float]] | None = None,
     ) -> "RoundRecord":
-        """Return the record of an attempt to which this island gave `steps` inner steps on `tokens`
-        tokens.
+        """Return the record of an attempt with this island's inner steps and tokens.
 
         `waited_seconds` is how long the round stalled the training; the committed attempt alone
         records it.
@@ -217,8 +213,7 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Appends records to `path`, one complete line at a time, so that a kill leaves a readable
-    file.
+    """Appends records to `path`, one complete line at a time: a kill leaves a readable file.
 
     A problem of the disk or of a sink is logged. It neither ends the training nor keeps it from
     starting. Records that cannot be written are lost, and a sink that fails gets no further
@@ -268,7 +263,7 @@ class Metrics:
             sink = self._sinks.pop()
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001 - see write
+            except Exception as error:  # noqa: BLE001 - as in _write
                 _warn(sink, "may miss the last records", error)
 
     def _append(self, record: Record) -> None:

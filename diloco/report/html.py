@@ -66,7 +66,7 @@ def write_report(run: RunRecords, summary: Summary, out: Path | None = None) -> 
 
 
 def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Path) -> str:
-    """Return the whole page, which will lie in `out`, as HTML."""
+    """Return the whole page as HTML. It will be a file in `out`."""
     num_columns, islands = 3 if summary["baseline"] else 2, island_rows(run.islands)
     return TEMPLATES.get_template(TEMPLATE).render(
         name=summary["name"],

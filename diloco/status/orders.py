@@ -1,12 +1,11 @@
-"""Orders of an operator to an island over the network, and the server on its rank 0 that obeys
-them.
+"""Orders of an operator to an island over the network, and the server that obeys them.
 
     call           body    reply
     island_order   Order   Carried
 
-An order is signed with a key that the island's operator has listed in `island.operators`. Others
-are refused. An order does the same as a file in the island's folder: save, stop after a round, or
-refuse another island.
+The server runs on rank 0. An order is signed with a key that the island's operator has listed in
+`island.operators`. Others are refused. An order does the same as a file in the island's folder:
+save, stop after a round, or refuse another island.
 """
 
 import logging
@@ -28,9 +27,7 @@ log = logging.getLogger(__name__)
 
 CALL = "island_order"
 FRESH_MS = 60_000
-"""Orders older than this, or as far in the future, are refused: someone may replay a recorded
-order.
-"""
+"""Orders older than this, or as far in the future, are refused: they may be replayed."""
 Action = Literal["save", "stop", "exclude"]
 
 

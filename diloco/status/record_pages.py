@@ -1,12 +1,11 @@
-"""The records of an island for watchers, page by page, and the server on its rank 0 that reads
-them.
+"""The records of an island for watchers, page by page, and the server that reads them.
 
     call             body             reply
     island_records   RecordsRequest   RecordsPage, deflated
 
-A page holds whole lines of the island's metrics.jsonl from a byte of the file on. So a watcher goes
-on where it was after a restart of either side, and the island keeps nothing in memory for it.
-Whoever may request the island's status may request its records.
+The server runs on rank 0. A page holds whole lines of the island's metrics.jsonl from a byte of the
+file on. So a watcher goes on where it was after a restart of either side, and the island keeps
+nothing in memory for it. Whoever may request the island's status may request its records.
 """
 
 import asyncio
@@ -99,8 +98,9 @@ class RecordsServer:
         )
 
     def linger(self, event_loop: EventLoop) -> None:
-        """At the island's end, wait up to LINGER_SECONDS for a recent watcher to fetch the last
-        records.
+        """At the island's end, wait until a recent watcher has the last records.
+
+        The wait takes LINGER_SECONDS at most.
         """
         if time.monotonic() - self._asked_at > RECENT_SECONDS:
             return

@@ -114,8 +114,9 @@ class StatusServer:
         find_position: Callable[[], Position],
         doing: Doing | None,
     ) -> None:
-        """`doing` is None if nothing watches the training thread: the time since the last record
-        replaces it.
+        """`doing` is None if nothing watches the training thread.
+
+        The time since the last record is then reported instead.
         """
         self._place, self._find_position, self._doing = place, find_position, doing
         self._latest, self._began_at = LatestRecords(place.island), time.monotonic()

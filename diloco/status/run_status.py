@@ -42,7 +42,7 @@ class RunStatus:
     config_hash: str
     islands: Sequence[SeenIsland]
     num_steps: int
-    """Inner steps of the whole run; 0 if that is not known."""
+    """Inner steps of the whole run; 0 if unknown."""
     num_rounds: int
 
     @property

@@ -38,8 +38,7 @@ class Candidates:
     """
 
     def find_fitting(self) -> list[int]:
-        """Return the numbers of the candidates that fit into memory with the lowest tensor parallel
-        degree.
+        """Return the numbers of the candidates that fit into memory with the lowest degree of tp.
 
         Higher degrees send more.
         """

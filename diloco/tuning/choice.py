@@ -1,6 +1,4 @@
-"""Chooses an island's micro-batch, recomputation and mesh at its first start, as `island.auto`
-asks.
-"""
+"""Chooses an island's micro-batch, recomputation and mesh at its first start (`island.auto`)."""
 
 import hashlib
 import json

@@ -130,7 +130,7 @@ class Watchdog:
         try:
             write_dump(path, cause, state)
             log.error("%s; stacks and collectives are in %s", cause, path)
-        except Exception as error:  # noqa: BLE001 - neither a full disk nor another torch may keep a hung rank alive
+        except Exception as error:  # noqa: BLE001 - no error of the dump may keep a hung rank alive
             log.error("%s; stacks and collectives were not written: %s", cause, error)
         self._compare(cause, state, path)
 
@@ -223,6 +223,6 @@ def expression_of(frame: FrameType) -> str:
     Empty without source.
     """
     line, _, first, last = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    # Columns count bytes.
+    # Positions in code objects count bytes.
     text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
     return text[first:last].decode(errors="replace")

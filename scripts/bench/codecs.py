@@ -69,8 +69,9 @@ def _cells(seconds: float, baseline: float | None, num_bytes: int) -> str:
 
 
 def _build_operations(values: torch.Tensor) -> tuple[dict[tuple[str, str], Operation], dict[str, float]]:
-    """Build the operations to measure, by (printed name, direction), and the codecs' bits per
-    element.
+    """Build the operations to measure, and return the bits per element of each codec, too.
+
+    The keys of the operations are (printed name, direction).
     """
     narrow = values.bfloat16()
     actions: dict[tuple[str, str], Operation] = {

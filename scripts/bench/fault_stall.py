@@ -91,8 +91,9 @@ class StallBench:
         self.islands[index] = self._made.start(index, train_at_pace(STEP_SECONDS))
 
     def stop_in_reduce(self, index: int, round_number: int) -> None:
-        """Wait until the island is stopped in the round's reduce: all its processes can then be
-        killed.
+        """Wait until the island is stopped in the round's reduce.
+
+        All its processes can then be killed.
         """
         island = self.islands[index]
         request_fault(island.folder, parse_fault(f"freeze:{index}@round={round_number},phase=reducing"))

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-# Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
+# Otherwise the script's own folder comes first, and `outer` is a file in it, not the package.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.bench.arguments import choices  # noqa: E402

@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-# Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
+# Otherwise the script's own folder comes first, and `outer` is a file in it, not the package.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.bench.arguments import choices  # noqa: E402

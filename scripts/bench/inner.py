@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parents[2]
-# Run as a script, this folder would come first on the path, and `inner` would be a file here instead of the package.
+# Otherwise the script's own folder comes first, and `inner` is a file in it, not the package.
 sys.path[0] = str(ROOT)
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -65,9 +65,7 @@ class ModelCase:
         )
 
     def windows(self, share: int, number: int) -> Tensor:
-        """Return the sequences of process `share` in one step, of shape (sequences, seq_len +
-        1).
-        """
+        """Return the sequences of process `share` in one step: (sequences, seq_len + 1)."""
         generator = torch.Generator().manual_seed(1000 * share + number)
         shape = self.micro_batches * self.sequences, self.seq_len + 1
         return torch.randint(0, self.vocab_size, shape, generator=generator)

@@ -170,7 +170,7 @@ async def _start(case: LinkCase, what: str, index: int, verbose: bool) -> Island
         stderr=None if verbose else asyncio.subprocess.DEVNULL,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device},
-        # With a process group of its own, Ctrl-C reaches only this process, and the whole group can be killed.
+        # In a process group of its own, it gets no Ctrl-C, and the whole group can be killed.
         start_new_session=True,
     )
     return Island(process)

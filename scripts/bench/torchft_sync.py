@@ -27,10 +27,10 @@ def start_lighthouse(num_islands: int) -> LighthouseServer:
 
 
 def open_manager(index: int, num_islands: int, host: str, lighthouse: str) -> tuple[Manager, dist.TCPStore]:
-    """Open the manager of an island of one worker, and its store, which serves while it is
-    referenced.
+    """Open the manager of an island of one worker, and its store.
 
-    All islands must begin with equal weights, because none are sent at first.
+    The store serves while it is referenced. All islands must begin with equal weights, because none
+    are sent at first.
     """
     logging.getLogger("torchft").setLevel(logging.WARNING)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -56,9 +56,7 @@ def open_manager(index: int, num_islands: int, host: str, lighthouse: str) -> tu
 
 
 class TorchftSync:
-    """torchft's DiLoCo, which synchronises after each step of an inner optimizer without
-    gradients.
-    """
+    """torchft's DiLoCo. It synchronises after each step of an inner optimizer without gradients."""
 
     def __init__(self, spec: IslandSpec) -> None:
         self._spec, self.address = spec, ""

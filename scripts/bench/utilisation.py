@@ -41,11 +41,12 @@ BLOCKING_SHARE = 0.3
 SEGMENT_BYTES, HEADER_BYTES = 1448, 66
 """Bytes of TCP payload in a frame, and of the headers of Ethernet, IP and TCP with time stamps."""
 PREAMBLE_BYTES = 48
-"""Bytes of gloo's small messages. A payload needs one in each direction and one in front of it."""
-ACK_BYTES = 65536
-"""Bytes received per pure acknowledgement: the largest piece of a stream that the kernel
-delivers.
+"""Bytes of gloo's small messages.
+
+A payload needs one message in each direction and one more in front of it.
 """
+ACK_BYTES = 65536
+"""Bytes received per pure acknowledgement: what the kernel delivers at once of a stream."""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
 """--wire: settings whose rounds consist almost only of protocol messages."""
 
@@ -211,8 +212,7 @@ def print_overlap(args: argparse.Namespace) -> None:
 
 
 def print_wire_bytes(args: argparse.Namespace) -> None:
-    """Print, by codec, an island's bytes on its link per round, and the terms of the expected
-    bytes.
+    """Print, by codec, an island's bytes on its link per round, and their expected terms.
 
     The last column is the payload in bits per parameter and peer.
     """
@@ -230,9 +230,7 @@ def print_wire_bytes(args: argparse.Namespace) -> None:
 
 
 def sent_bytes_per_round(found: list[list[Event]]) -> float:
-    """Return an island's bytes on its link per round: the median over rounds, averaged over
-    islands.
-    """
+    """Return an island's bytes on its link per round: the islands' mean of medians over rounds."""
     return mean(median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :])) for events in found)
 
 
@@ -278,7 +276,9 @@ def main() -> None:
     parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute matrix products")
-    parser.add_argument("--fragments", nargs="+", type=int, default=[1, 4], help="of --overlap")
+    parser.add_argument(
+        "--fragments", nargs="+", type=int, default=[1, 4], help="with --overlap: values of outer.fragments"
+    )
     parser.add_argument(
         "--delays",
         nargs="+",

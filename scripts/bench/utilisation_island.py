@@ -44,7 +44,10 @@ class Task:
     num_params: int
     step_seconds: float
     products: int = 0
-    """Matrix products in an inner step, which then lasts as long as they take. 0: it sleeps for `step_seconds`."""
+    """Matrix products in an inner step, which then lasts as long as they take.
+
+    0: the step sleeps for `step_seconds`.
+    """
 
     @property
     def config(self) -> OuterConfig:

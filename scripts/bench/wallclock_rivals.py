@@ -36,8 +36,9 @@ class Machine:
         names = [name for name, _ in self.model.named_parameters()]
         (self.optimizer,) = build_optimizers([self.model], names, run.optimizer)
         self.stepped_at = 0.0
-        """Unix time at the end of the optimizer's last step. torchft averages in a hook after
-        the step.
+        """Unix time at the end of the optimizer's last step.
+
+        torchft averages in a hook after the step.
         """
         self.optimizer.register_step_post_hook(self._note_step)
 
@@ -84,9 +85,7 @@ def open_ddp(machine: Machine) -> Iterator[Rival]:
 
 
 def build_fragments(model: nn.Module) -> list[nn.Module]:
-    """Return each layer, and the other modules together. Each parameter is in exactly one of
-    them.
-    """
+    """Return each layer, and all other modules together: each parameter is in one of them."""
     children = dict(model.named_children())
     layers = list(children.pop("layers").children())
     return [*layers, nn.ModuleList(children.values())]

@@ -20,7 +20,7 @@ MACHINES = 4
 PORT = 29500
 """Port of torchrun's store, in a namespace where nothing else listens."""
 REPLICAS = f"island.mesh={{dp_replicate: {MACHINES}, dp_shard: 1}}"
-"""Every rank holds the whole model, and gradients are all-reduced."""
+"""Override with which every rank holds the whole model, and gradients are all-reduced."""
 LOG_LINES = 30
 POLL_SECONDS = 0.1
 GLOO_ENV = {"GLOO_SOCKET_IFNAME": "eth0"}

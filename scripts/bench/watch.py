@@ -90,9 +90,7 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
 
 
 def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, port: int) -> dict[str, float]:
-    """Return the seconds until the server is ready, and milliseconds of a first load and of an
-    update.
-    """
+    """Measure the seconds until the server is ready, and the milliseconds of loads and updates."""
     from playwright.sync_api import sync_playwright
 
     begin = time.monotonic()

@@ -1,11 +1,12 @@
-"""What the trainer does on this machine's GPUs: a report as text, and as JSON. It takes eight minutes on one GPU.
+"""What the trainer does on this machine's GPUs: a report as text, and as JSON.
 
     python -m scripts.gpu_report [--device cuda|cpu] [--only speed-1b,step] [--minutes 10] [--no-compile] [--json FILE]
 
-Each section is a process of its own with a time limit (scripts/gpu_report/sections.py lists them), so that a crash or a
-hang is a line of the report and the other sections still run. A section reports row by row, and what it has reported
-before it fails is kept. `--device cpu` runs the same code at tiny sizes, without a GPU. The exit status is 0 if every
-section ended and nothing that it compared differed.
+It takes eight minutes on one GPU. Each section is a process of its own with a time limit
+(scripts/gpu_report/sections.py lists them), so that a crash or a hang is a line of the report and
+the other sections still run. A section reports row by row, and the rows before a failure are kept.
+`--device cpu` runs the same code at tiny sizes, without a GPU. The exit status is 0 if every
+section ended and no comparison failed.
 """
 
 import argparse

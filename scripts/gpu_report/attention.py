@@ -122,8 +122,9 @@ def time_context(place: Place, inputs: Inputs) -> Row:
 
 
 def difference(out_BSHE: Tensor, inputs: Inputs) -> float:
-    """Return the largest difference from the trainer's plain call, relative to its largest
-    output.
+    """Return the largest difference from the trainer's plain call.
+
+    It is relative to the largest output of that call.
     """
     expected = causal_attention(inputs.q_BSHE, inputs.k_BSKE, inputs.v_BSKE).detach().float()
     return float((out_BSHE.detach().float() - expected).abs().max() / expected.abs().max())

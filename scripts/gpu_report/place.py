@@ -9,9 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-"""One line of a section: a `name`, figures with their unit in the key, and `ok` if it is a
-check.
-"""
+"""One line of a section: a `name`, figures with their unit in the key, and `ok` if checked."""
 CPU_DEVICES = 2
 """Number of processes that stand for GPUs with --device cpu."""
 
@@ -30,9 +28,7 @@ class Place:
 
     @property
     def patience(self) -> int:
-        """Factor for all time limits: they are made for GPUs, and a CPU may be busy with other
-        work.
-        """
+        """Factor for all time limits. They are made for GPUs, and a CPU may be busy."""
         return 10 if self.is_tiny else 1
 
     @property
@@ -66,7 +62,7 @@ def guarded_rows(name: str, measure: Callable[[], Iterable[Row]]) -> Iterator[Ro
     """Yield the rows of `measure`, and a row with the error if it fails."""
     try:
         yield from measure()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+    except Exception as error:  # noqa: BLE001 - any error is reported
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield {"name": name, "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}", "ok": False}
 

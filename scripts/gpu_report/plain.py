@@ -1,6 +1,4 @@
-"""The plain Llama of scripts/bench/plain_llama.py in a training step, to compare our trainer
-with.
-"""
+"""A training step of the plain Llama of scripts/bench/plain_llama.py, to compare ours with."""
 
 from collections.abc import Callable
 

@@ -31,9 +31,7 @@ RUNS = {
     "tls, island 1 killed and back": ["outer.transport=tls", "outer.codec=int8", "outer.quorum=2", "--fault", KILL],
     "hivemind, delay 3": ["outer.transport=hivemind", "outer.codec=int4", "outer.delay=3"],
 }
-"""Arguments by name, over each network: training that waits for rounds, or that goes on during
-them.
-"""
+"""Arguments by name, over each network: training waits for rounds, or goes on during them."""
 
 
 def run_two_islands(place: Place) -> Iterator[Row]:

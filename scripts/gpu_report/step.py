@@ -1,6 +1,4 @@
-"""Shows one step in detail: waits of host and device, the longest kernels, the device's idle
-time.
-"""
+"""Shows one step in detail: waits of the host, the longest kernels, the device's idle time."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,9 +54,7 @@ def build_case(place: Place) -> TrainingCase:
 
 
 def count_crossings(place: Place, case: TrainingCase, trainer: Trainer) -> Row:
-    """Compare the host's waits in a step, as CUDA reports them, with the waits that the dry run
-    counts.
-    """
+    """Compare the host's waits in a step, as CUDA reports them, with the dry run's count."""
     # The counted waits are reported even if the dry run fails.
     waits: Row = {"found": None} if place.is_tiny else count_waits(case, trainer)
     try:
@@ -103,9 +99,7 @@ def find_idle_share(place: Place, case: TrainingCase) -> Row:
 
 
 def profile_steps(place: Place, case: TrainingCase, trainer: Trainer) -> Iterator[Row]:
-    """Yield how long the device idles, and the longest kernels (on a CPU the longest
-    operations).
-    """
+    """Yield how long the device idles, and the longest kernels (on a CPU, operations)."""
     kernels = profile(place, case, trainer)
     yield {"name": "device, eager", **describe_device(kernels)}
     by_name: dict[str, list[float]] = {}
@@ -162,9 +156,7 @@ def find_kernels(events: Iterable[FunctionEvent], is_tiny: bool) -> list[Kernel]
 
 
 def describe_device(kernels: Sequence[Kernel]) -> Row:
-    """Return the share of time in which nothing runs, from the first kernel to the end of the
-    last one.
-    """
+    """Return the share of time in which nothing runs, from the first to the last kernel."""
     if not kernels:
         raise RuntimeError("the profiler has seen no kernel")
     whole = max(kernel.end_ms for kernel in kernels) - min(kernel.start_ms for kernel in kernels)

@@ -85,9 +85,7 @@ class TrainingCase:
         return Trainer(self.sizes, self.optimizer, mesh, parallel, settings)
 
     def windows(self, step: int) -> list[Tensor]:
-        """Return a step's text, the same on every device: random, with a pattern that can be
-        learned.
-        """
+        """Return a step's text, the same on every device: random, with a learnable pattern."""
         generator = torch.Generator().manual_seed(step)
         shape = self.num_micro_batches, self.micro_batch, self.seq_len + 1
         windows = torch.randint(0, self.sizes.vocab_size, shape, generator=generator)
