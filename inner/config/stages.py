@@ -63,7 +63,7 @@ def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: Opt
             raise ValueError(f"{where}.weights leave no source to read; give at least one source a weight above 0")
         if stepped.tokens_per_step % staged.seq_len:
             raise ValueError(
-                f"{where}: a step of {stepped.tokens_per_step} tokens is no whole number of sequences of "
+                f"{where}: a step of {stepped.tokens_per_step} tokens is not a whole number of sequences of "
                 f"{staged.seq_len}; set tokens_per_step to a multiple of seq_len"
             )
     _check_lengths([stage.seq_len or data.seq_len for stage in stages], data)

@@ -85,8 +85,8 @@ class Corpus:
 
     @property
     def compared(self) -> "Corpus":
-        """Return the texts whose held-out loss is compared between islands: those that all islands
-        have, or all if none is shared."""
+        """The texts whose held-out loss is compared between islands: the texts that all islands have,
+        or all texts if none is shared."""
         return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
 
     @property

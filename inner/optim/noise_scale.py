@@ -29,7 +29,7 @@ class GradientNoise:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return both estimates, and S / |G|^2 as `tokens` if they are positive."""
+        """Both estimates, and S / |G|^2 as `tokens` if they are positive."""
         known = {"signal": self.signal, "noise": self.noise}
         return known | {"tokens": self.noise / self.signal} if min(known.values()) > 0 else known
 

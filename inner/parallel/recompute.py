@@ -159,4 +159,4 @@ class _RepeatableCall:
                 self._repeat()
         except _RepetitionDone:
             return
-        raise AssertionError(f"a repeated forward saved {num_left} tensors fewer than the first")
+        raise AssertionError(f"a repeated forward saved {num_left} fewer tensors than the first forward")
