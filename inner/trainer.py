@@ -106,7 +106,7 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
-        """Number of inner steps before the current non-finite ones; None after a finite step."""
+        """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
@@ -146,8 +146,7 @@ class Trainer:
     def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
         """Use sequences of length `seq_len` and the config's lr and tokens per step from now on.
 
-        `seq_len` is at most that of the settings. All ranks must call it between the same two
-        steps.
+        The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
         """
         assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
         self._seq_len, self._config = seq_len, optimizer_config
@@ -210,7 +209,7 @@ class Trainer:
         return loss_sum, int(tokens)
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
-        """Compute the gradient of the mean loss over all targets; return this rank's summed
+        """Compute the gradient of the mean loss over all targets. Return this rank's summed
         loss."""
         my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
@@ -244,16 +243,14 @@ class Trainer:
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
         """Return the number of valid targets on one of the ranks with the same windows, else 0.
 
-        It is counted on the CPU, which has the text, and filled in on the device (0-dim fp64), so
-        that neither waits.
+        It is counted on the CPU and written on the device (0-dim fp64), so that neither waits.
         """
         at = self.mesh.at
         count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
         return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss on the first tensor-parallel rank, and 0 on the others, as theirs is
-        equal."""
+        """Return the loss on the first tensor-parallel rank and 0 on others, to count it once."""
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
     def _sum(self, values: Tensor) -> Tensor:
