@@ -78,7 +78,7 @@ def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
             )
     if longest and data.order == "shards" and data.shard_tokens % longest:
         raise ValueError(
-            f"data.shard_tokens: got {data.shard_tokens}, which sequences of {longest} tokens do not fill, the longest "
+            f"data.shard_tokens: got {data.shard_tokens}, which is not a multiple of {longest}, the longest seq_len "
             f"of the stages; allowed: multiples of it, such as {nearest_multiples(data.shard_tokens, longest)}"
         )
     if {*lengths} - {data.seq_len} and any(source.format == "chat" for source in data.sources):

@@ -14,7 +14,7 @@ from torch import Tensor
 from inner.data.micro_batch import IGNORE_INDEX, MicroBatch
 
 ONE_IN = 4
-"""The small batch has one of this number of sequences."""
+"""The small batch contains one in this number of sequences."""
 
 
 @dataclass(frozen=True)
