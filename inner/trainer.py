@@ -50,15 +50,13 @@ class StepResult:
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those targets in nats; None if the loss or the gradient is not finite, or if there
-    was no target."""
+    """Mean over those targets in nats; None if it or the gradient is not finite, or without any."""
     lr: float
     grad_norm: float | None
     """Gradient norm before clipping; None if `loss` is None."""
     seconds: float
     is_skipped: bool
-    """Whether the gradient was discarded, because it was not finite, or because the loss was a
-    spike and the config skips spikes."""
+    """Whether the gradient was discarded, because it was not finite or the loss was a spike."""
     spike: Spike | None = None
     """The spike, if the loss is one."""
     noise: GradientNoise | None = None
@@ -81,22 +79,18 @@ class TrainerSettings:
     eos_id: int | None = None
     """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
     init_from: Path | None = None
-    """Folder with the initial weights in Hugging Face's layout. None: they are drawn from the
-    seed."""
+    """Folder with initial weights in Hugging Face's layout. None: they are drawn from the seed."""
     draw_weights: Callable[[LocalParams, Sequence[Transformer], int], None] = initialise
-    """Function that draws the initial weights. A measurement that compares no weights may fill them
-    quickly on the device."""
+    """Function that draws the initial weights. Speed tests may replace it by one that is faster."""
 
 
 class Trainer:
-    """A model, its optimizers and its position in the learning-rate schedule. Every rank builds one
-    and steps it."""
+    """A model, its optimizers and its position in the schedule. Every rank builds and steps one."""
 
     model_parts: list[Transformer]
     """This rank's pipeline stages; the whole model when pp is 1."""
     inner_step: int
-    """Number of inner steps so far, including skipped ones. A joining island sets it to continue
-    the schedule."""
+    """Number of inner steps so far, also skipped ones. A joining island sets it to the run's."""
 
     def __init__(
         self,
@@ -114,8 +108,7 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
-        """Number of inner steps before the current series of steps without a finite loss and
-        gradient; None if there is none."""
+        """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
@@ -153,22 +146,19 @@ class Trainer:
         )
 
     def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
-        """Train on sequences of length `seq_len` from now on, with the config's lr and tokens per
-        step.
+        """Use sequences of length `seq_len` and the config's lr and tokens per step from now on.
 
-        `seq_len` is at most the seq_len of the settings. Every rank must call it between the same
-        two steps.
+        The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
         """
         assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
         self._seq_len, self._config = seq_len, optimizer_config
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
-        """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100
-        is ignored.
+        """Make one inner step on int64 micro-batches (micro_batch, seq_len + 1) on the CPU.
 
-        Every rank must call it with the same number of micro-batches, and ranks with equal
-        data_rank with the same micro-batches. A non-finite loss or gradient on any rank skips the
-        step on all ranks. Too many consecutive steps of this kind raise TrainingStopped on all
+        Targets of -100 are ignored. Every rank must call it with the same number of micro-batches,
+        and ranks with equal data_rank with the same ones. A non-finite loss or gradient on any rank
+        skips the step on all ranks; too many such steps in a row raise TrainingStopped on all
         ranks. A loss spike may also skip the step, see SpikeConfig.
         """
         started_at = time.perf_counter()
@@ -177,8 +167,7 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
         sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
-        # This is the only place where the host waits for the device. The sums are the same on all
-        # ranks, so all decide alike.
+        # The host waits for the device only here. All ranks see the same sums, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
         is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
         spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
@@ -204,11 +193,10 @@ class Trainer:
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
-        """Return the summed loss in nats and the number of tokens over all ranks' windows. The
-        training state is unchanged.
+        """Return the summed loss in nats and the number of tokens over all ranks' windows.
 
         Every rank must call it, and ranks with equal data_rank with the same windows. The number of
-        windows may differ between data ranks and may be zero.
+        windows may differ between data ranks and may be zero. The training state is unchanged.
         """
         here = list(windows)
         most = torch.tensor(len(here), device=self._device)
@@ -223,8 +211,8 @@ class Trainer:
         return loss_sum, int(tokens)
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
-        """Compute the gradient of the mean loss over `num_tokens` targets, and return this rank's
-        summed loss."""
+        """Compute the gradient of the mean loss over all targets. Return this rank's summed
+        loss."""
         my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
         return my_loss
@@ -234,12 +222,10 @@ class Trainer:
         return every > 0 and self.inner_step % every == 0
 
     def _measure_small_batch(self, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
-        """Return the number of targets of the step's small batch, and the squared norm of its mean
-        gradient.
+        """Return number of targets and squared norm of the mean gradient of the step's small batch.
 
-        It runs over all sequences, but with targets in the small batch only, because this is the
-        same on every mesh. It leaves no gradient, and does not change the result of a later
-        backward. Every rank must call it.
+        It runs over all sequences, with targets in the small batch only, which is the same on every
+        mesh. It leaves no gradient and does not change a later backward. Every rank must call it.
         """
         count = self.settings.micro_batch
         first = self.data_rank * len(micro_batches) * count
@@ -257,19 +243,16 @@ class Trainer:
             optimizer.zero_grad()
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
-        """Return the number of valid targets, or 0 unless this is the first of the ranks that read
-        the same sequences; 0-dim fp64.
+        """Return the number of valid targets on one of the ranks with the same windows, else 0.
 
-        The number is counted on the CPU, where the text is, and written on the device, so that
-        neither waits for the other.
+        It is counted on the CPU and written on the device (0-dim fp64), so that neither waits.
         """
         at = self.mesh.at
         count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
         return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss on the first tensor-parallel rank and 0 on the others, which have the
-        same loss."""
+        """Return the loss on the first tensor-parallel rank and 0 on others, to count it once."""
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -281,8 +264,7 @@ class Trainer:
         return total
 
     def _sum_gradients(self) -> None:
-        """Add up the parts of a weight's gradient that different ranks, or different stages of a
-        rank, have computed."""
+        """Add up the parts of a weight's gradient that different ranks or stages have computed."""
         sum_tied(self.model_parts, self._tied_ends)
         if self.mesh.degrees.tp > 1:
             group = self.mesh.tp.get_group()
@@ -296,15 +278,13 @@ class Trainer:
             optimizer.step()
 
     def go_on_after_broken_steps(self, inner_step: int) -> None:
-        """Continue at this inner step after an earlier state was loaded, because the losses were no
-        longer finite."""
+        """Continue at this inner step with an earlier state, because losses were not finite."""
         self.inner_step = inner_step
         self._skipped_in_a_row = 0
         self.broken_since = None
 
     def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
-        """Count consecutive steps without a finite gradient. Raises TrainingStopped if there are
-        too many."""
+        """Count consecutive non-finite steps. Raises TrainingStopped if there are too many."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
         if not is_broken:
             self.broken_since = None

@@ -52,8 +52,7 @@ class TrainingState(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one island, in a folder that all its ranks share. Every rank must build
-    one object.
+    """The checkpoints of one island, in a folder that all ranks share. Each rank builds one object.
 
     Every method is collective: all ranks call the methods in the same order, and a call returns or
     raises on all ranks.
@@ -159,8 +158,7 @@ class Checkpoints:
         return {checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None}
 
     def at(self, inner_step: int) -> SavedCheckpoint:
-        """Return the last saved checkpoint of a step. Raises InputError if there is none or it is
-        damaged."""
+        """Return a step's last saved checkpoint. Raises InputError if it is missing or damaged."""
         intact, problems = self._list_published()
         there = [checkpoint for checkpoint in intact if checkpoint.inner_step == inner_step]
         if not there:
@@ -209,8 +207,8 @@ class Checkpoints:
         return tensors
 
     def reject_since(self, inner_step: int) -> list[str]:
-        """Reject the checkpoints of this inner step and of later ones, so that nobody resumes from
-        them. Returns their names."""
+        """Reject checkpoints of this inner step and later, so that nobody resumes from them.
+        Returns their names."""
         self.wait(self._timeout_seconds)
         return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
 
@@ -233,7 +231,7 @@ class Checkpoints:
         self._lock = disk.lock_folder(self._folder)
 
     def _write(self, copies: dict[str, Tensor], partial: Path, manifest: Manifest) -> None:
-        """Write and publish a checkpoint, in the background and on all ranks. Raises
+        """Write and publish a checkpoint in the background, on all ranks. Raises
         CheckpointFailed."""
         mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
@@ -259,14 +257,13 @@ class Checkpoints:
         return run_on_first_rank(self._group, lambda: disk.list_published(self._folder, self._signer))
 
     def _find_damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Return a message about a damaged file of the checkpoint, or None. Each file is hashed by
-        one rank."""
+        """Return a message about a damaged file, or None. Each file is hashed by one rank."""
         mine = sorted(checkpoint.manifest.files)[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
         return next(filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))), None)
 
     def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Return a message if the checkpoint was rejected, else None. The first rank looks, so that
-        all ranks agree."""
+        """Return a message if it was rejected, or None. Only rank 0 looks, so that all ranks
+        agree."""
         is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
         return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 
