@@ -32,7 +32,7 @@ FRAME_BYTES = 1500
 MIN_RATE, MAX_RATE = 64e3, 100e9
 MAX_RTT = 10.0
 RELAY_RATE = 2e9
-"""Total throughput of the delay relay on two cores, bits per second; measured with scripts/bench/links.py."""
+"""Total throughput of the delay relay on two cores, bits per second; measured with scripts/bench/outer/links.py."""
 SPELLING = "[ISLAND:]RATE[,rtt=TIME], for example --link 100mbit, --link 1gbit,rtt=50ms or --link 0:50mbit"
 
 

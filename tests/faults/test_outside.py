@@ -1,6 +1,6 @@
 """Random faults from outside, at random times: the healthy islands commit within T, nobody ends, splits, or is left.
 
-scripts/bench/outside_faults.py makes hundreds, and prints how long each holds up the others.
+scripts/bench/faults/outside_faults.py makes hundreds, and prints how long each holds up the others.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""scripts/bench/outer.py: what it accepts as a synchronisation, and the script as a user runs it."""
+"""scripts/bench/outer/outer.py: what it accepts as a synchronisation, and the script as a user runs it."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.contestants import OUTER, FakeModel, IslandSpec, WrongResult, build_shapes
+from scripts.bench.outer.contestants import OUTER, FakeModel, IslandSpec, WrongResult, build_shapes
 
 ROOT = Path(__file__).parents[2]
 RUN_SECONDS = 600
@@ -56,7 +56,16 @@ def test_params_that_were_not_synchronised_are_a_wrong_result():
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_gives(tmp_path: Path):
     """A result that differs from plain torch's, or between the islands, would make its row a failure."""
-    command = [sys.executable, "scripts/bench/outer.py", "--params", "3e5", "--links", "loopback", "--islands", "2"]
+    command = [
+        sys.executable,
+        "scripts/bench/outer/outer.py",
+        "--params",
+        "3e5",
+        "--links",
+        "loopback",
+        "--islands",
+        "2",
+    ]
     command += ["--what", "plain-sync,gloo-sync", "--codecs", "fp32,int4", "--repeats", "1"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "rows.json")], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
@@ -74,7 +83,16 @@ def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_give
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_each_reduce_is_timed_and_gives_all_islands_the_same(tmp_path: Path):
-    command = [sys.executable, "scripts/bench/outer.py", "--params", "3e5", "--links", "loopback", "--islands", "2"]
+    command = [
+        sys.executable,
+        "scripts/bench/outer/outer.py",
+        "--params",
+        "3e5",
+        "--links",
+        "loopback",
+        "--islands",
+        "2",
+    ]
     command += ["--what", "torch,gloo", "--codecs", "fp32", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +103,7 @@ def test_each_reduce_is_timed_and_gives_all_islands_the_same(tmp_path: Path):
 
 
 def test_a_python_without_torchft_is_refused_with_the_cure():
-    command = [sys.executable, "scripts/bench/outer.py", "--links", "loopback", "--what", "torchft-sync"]
+    command = [sys.executable, "scripts/bench/outer/outer.py", "--links", "loopback", "--what", "torchft-sync"]
     done = subprocess.run(
         [*command, "--torchft-python", "/bin/false"], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
     )

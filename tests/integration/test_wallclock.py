@@ -1,4 +1,4 @@
-"""scripts/bench/wallclock.py: its evaluation of records, and the script as a user runs it (needs root)."""
+"""scripts/bench/wallclock/wallclock.py: its evaluation of records, and the script as a user runs it (needs root)."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from diloco.records.run_folder import IslandRecords
 from diloco.runtime.corpus import load_corpus
 from diloco.train import train_data_parallel
 from inner.config import MeshConfig
-from scripts.bench.wallclock_machine import train
-from scripts.bench.wallclock_rivals import GlobalParams, Machine, Rival, build_fragments
-from scripts.bench.wallclock_runs import build_curve, seconds_to
+from scripts.bench.wallclock.wallclock_machine import train
+from scripts.bench.wallclock.wallclock_rivals import GlobalParams, Machine, Rival, build_fragments
+from scripts.bench.wallclock.wallclock_runs import build_curve, seconds_to
 from tests.harness import run_ranks
 from tests.inner.small import SIZES, build_model
 from tests.swarm import TEXT, Swarm
@@ -109,7 +109,15 @@ def test_a_rival_is_evaluated_with_the_params_after_the_last_outer_step_and_goes
 
 def bench(folder: Path) -> str:
     """Output of the script for two rows of two rounds."""
-    command = [sys.executable, "-m", "scripts.bench.wallclock", "--rows", "data-parallel,averaging", "--rounds", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.wallclock.wallclock",
+        "--rows",
+        "data-parallel,averaging",
+        "--rounds",
+        "2",
+    ]
     command += ["--loss", "9", "--out", str(folder), "--plot", str(folder / "plot.png"), *TINY]
     command += ["data.source=files", f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
     with subprocess.Popen(
