@@ -182,7 +182,7 @@ def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], s
     names = (request.gpu or "").split(",")
     num_islands = max(len(config.islands), 1)
     if request.flops is not None:
-        raise ConfigError("--gpu and --flops both give the peak of a rank; give only one of them")
+        raise ConfigError("--gpu and --flops both give the peak of a rank; give one of them")
     if len(names) > 1 and num_islands not in (1, len(names)):
         raise ConfigError(
             f"--gpu: got {len(names)} kinds of GPU ({request.gpu}) for the config's {num_islands} "
