@@ -1,4 +1,5 @@
-"""What happens around the rounds of an island whose loop is not ours: records, moments, the operator's requests."""
+"""Handle what happens around the rounds of an island with its own loop: records, moments, operator
+requests."""
 
 import logging
 from collections.abc import Callable
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class LoopEvents:
-    """RoundEvents of such an island. Only the leader has metrics, and only its calls are written."""
+    """RoundEvents of an island with its own loop. Only the leader has metrics, so only its events
+    are written."""
 
     def __init__(
         self,
@@ -43,21 +45,23 @@ class LoopEvents:
         self.text: OwnData | None = None
         """The text that the config names."""
         self.landed_report: RoundReport | None = None
-        """Of the round that has landed since this was last set to None."""
+        """Report of the round that has landed since this was last set to None."""
         self.tokens = 0
-        """Tokens that the island has trained on since it was started."""
+        """Number of tokens that the island has trained on since it was started."""
         self._num_steps, self._has_averaged = 0, False
         self.on_entry: Callable[[], None] = lambda: None
-        """Called when the island has entered the run: neither the others nor its saved state have refused it."""
+        """Called when the island has entered the run, so that neither other islands nor its saved
+        state have refused it."""
         self.before_round: Callable[[], None] = lambda: None
         """Called before the island contributes to a round."""
 
     def keep_book(self, folder: Path, island: IslandConfig) -> None:
-        """Note later events in the logbook of the run, too."""
+        """Also write later events to the logbook of the run."""
         self.book = Logbook(folder.parent, island.label)
 
     def begins(self, inner_step: int) -> None:
-        """Read the text as in the stage of the round. The loop's own schedule counts its steps itself."""
+        """Switch the text to the stage of the round. The loop's own schedule counts the steps
+        itself."""
         borders = self._outer.position.ledger.borders
         if self.text is not None and self.text.enter_stage(self._outer.round, borders):
             number, what = self.text.stage + 1, describe_reading(self.text.config)
@@ -69,14 +73,14 @@ class LoopEvents:
         self._rounds.contribution = progress
 
     def waits(self) -> None:
-        """Nobody watches how long this loop's steps take."""
+        """Do nothing. The duration of this loop's steps is not monitored."""
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         self.count_moments(number)
         self.record_round(progress, landing, self._outer.position.ledger)
 
     def record_round(self, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-        """Record the attempt that committed, and what peers were refused."""
+        """Record the attempt that committed, and what was refused from peers."""
         self.landed_report = landing.reports[-1]
         self._has_averaged |= progress != NO_PROGRESS
         self._rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger)
@@ -92,18 +96,19 @@ class LoopEvents:
             self.count_moments()
 
     def may_save(self, *, is_asked: bool) -> None:
-        """The loop saves by itself, with `Islands.state_dict`."""
+        """Do nothing. The loop saves by itself, with `Islands.state_dict`."""
 
     def why_stop(self, num_rounds: int) -> str:
         return self._requests.poll(num_rounds).stop
 
     def count_moments(self, landed: int | None = None) -> None:
-        """Correct the bias of averaged moments for the steps behind them: of the landed round, or of a taken state."""
+        """Correct the bias of averaged moments for their number of steps, after a landed round or a
+        taken state."""
         if self._moments is not None:
             self._moments.set_steps(self._outer.moment_steps(landed))
 
     def note(self, name: str, text: str) -> None:
-        """Record and log an event of the island. Only the leader does anything."""
+        """Record and log an event of the island. Does nothing on ranks other than the leader."""
         if self._metrics is None:
             return
         log.info("%s: %s", name, text)
@@ -112,13 +117,15 @@ class LoopEvents:
             self.book.note(name, text)
 
     def note_entry(self) -> None:
-        """Record the position from which the island starts, or goes on after taking the state of others."""
+        """Record the position from which the island starts, or continues after taking another
+        island's state."""
         self.on_entry()
         position = self._outer.position
         self.note("joined", f"round {position.round}, {position.tokens} tokens, digest {self._outer.digest[:12]}")
 
     def note_leave(self, why: str, inner_steps: int) -> None:
-        """Record that the loop leaves before the run is over, and warn if no round has had anything of it."""
+        """Record that the loop leaves before the run is over. Warn if the island contributed to no
+        round."""
         text = f"{why}; {self._outer.position.round} rounds are done"
         if not self._has_averaged and self._metrics is not None:
             problem = (
@@ -133,7 +140,7 @@ class LoopEvents:
     def write_step(
         self, number: int, tokens: int, seconds: float, lr: float, loss: float | None, sources: dict[str, int]
     ) -> None:
-        """Record inner step `number` of the run, which was on so many tokens of this island."""
+        """Record inner step `number` of the run, for which this island used `tokens` tokens."""
         self.tokens += tokens
         self._num_steps += 1
         if self._metrics is not None:
@@ -152,13 +159,13 @@ class LoopEvents:
 
 
 class QuorumLoopEvents:
-    """QuorumEvents of such an island."""
+    """QuorumEvents of an island with its own loop."""
 
     def __init__(self, events: LoopEvents) -> None:
         self._events = events
 
     def begins(self, inner_step: int) -> None:
-        """As LoopEvents."""
+        """Call LoopEvents.begins."""
 
     def launches(self, progress: Progress) -> None:
         self._events.launches(progress)
@@ -179,7 +186,8 @@ class QuorumLoopEvents:
 
 
 def build_rounds(outer: OuterLoop, run: RunConfig, events: LoopEvents) -> IslandRounds | QuorumIslandRounds:
-    """What turns the loop's steps into rounds: of all islands, or of a quorum."""
+    """Return the object that turns the loop's steps into rounds: rounds of all islands, or of a
+    quorum."""
     if run.outer.wait_for == "all":
         return IslandRounds(outer, run.outer.num_rounds, events)
     return QuorumIslandRounds(outer, run, QuorumLoopEvents(events), pauses=True)
