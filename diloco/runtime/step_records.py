@@ -96,7 +96,7 @@ def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float
 
 def describe_peak(peak: float | None, dtype: str, source: str) -> str:
     """Return a text about the peak to which utilisations are relative."""
-    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s a rank"
+    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s per rank"
     return f"{what} in {dtype}, {source}"
 
 

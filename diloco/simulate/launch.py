@@ -166,7 +166,7 @@ def check_parts(faults: Sequence[Fault]) -> None:
     for fault in faults:
         if fault.part is not None and not PROC.is_dir():
             raise ConfigError(
-                f"--fault {fault}: a part of an island ({fault.part}) is found through {PROC}, "
+                f"--fault {fault}: a part of an island ({fault.part}) is found in {PROC}, "
                 "which only Linux has, and not this system; leave out process= and node=, so that "
                 "the whole island is hit, or run it on Linux"
             )
