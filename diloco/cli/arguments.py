@@ -41,7 +41,7 @@ StormCount = Annotated[
     int | None, typer.Option(min=1, help="Number of faults after which the storm ends (default: no limit).")
 ]
 Netns = Annotated[
-    bool, typer.Option("--netns", help="Run each island in its own network namespace, as a cut does; needs root.")
+    bool, typer.Option("--netns", help="Run each island in its own network namespace (implied by a cut). Needs root.")
 ]
 Nodes = Annotated[
     int,

@@ -92,7 +92,9 @@ def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, o
     """
     if of_processes["--resume"] and of_processes["--baseline"]:
         names = "--resume, --baseline"
-        raise typer.BadParameter("a baseline begins anew each time; leave one of them out", param_hint=names)
+        raise typer.BadParameter(
+            "a baseline always starts from the beginning; leave out one of the two", param_hint=names
+        )
     if virtual and (given := [name for name, value in of_processes.items() if value]):
         raise typer.BadParameter("--virtual starts no processes; leave it out", param_hint=", ".join(given))
     if not virtual and (given := [name for name, value in of_models.items() if value is not None]):

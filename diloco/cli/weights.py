@@ -13,7 +13,7 @@ WeightsSource = Annotated[
 ]
 Island = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the one with the latest round)."),
+    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the island with the latest round)."),
 ]
 RunKeyFile = Annotated[
     Path | None,
@@ -73,10 +73,10 @@ def evaluate(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Approximate upper limit (default: all of DATA, or the run's evaluate.tokens)."),
+        typer.Option(min=1, help="Tokens to read, approximately (default: all of DATA, or the run's evaluate.tokens)."),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval instead, as hellaswag,arc_easy (extra: eval).")
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval to run, as hellaswag,arc_easy (extra: eval).")
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples per task.")] = None,

@@ -88,7 +88,7 @@ def parse_swarm_config(text: str) -> RunConfig:
     anything of an island."""
     values = _load_plain_yaml(text)
     if not isinstance(values, dict):
-        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, sections with keys expected")
+        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, expected: sections with keys")
     if found := [name for name in ISLAND_SECTIONS if name in values]:
         raise ConfigError(
             f"the swarm's config sets {' and '.join(found)}, which only the operator of an island sets (addresses, "

@@ -110,7 +110,7 @@ class RunPool:
         child = start(run.label, [*command, f"island.run_dir={folder.parent}"], folder / LOG, ONE_ARENA)
         tail = Tail(metrics_of(folder, run))
         before = [record.step for record in tail.new_records() if isinstance(record, StepRecord)]
-        text = f" goes on, stopped after inner step {before[-1]}" if before else " begins"
+        text = f" resumes, stopped after inner step {before[-1]}" if before else " begins"
         self.console.print(run.label + text, soft_wrap=True, highlight=False)
         return ActiveRun(run, folder, child, tail, steps=before[-1] if before else 0)
 

@@ -3,7 +3,7 @@
 islands = IslandsCallback("run.yaml")
 fabric = Fabric(callbacks=[islands]); fabric.launch()
 model, optimizer = fabric.setup(model, optimizer)         # enters the run
-scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # goes on where the run is
+scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # continues at the run's step
 for batch in islands.until_over(loader):
     ...; optimizer.step()                                 # counts; launches and lands rounds
 """

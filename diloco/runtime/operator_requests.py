@@ -186,6 +186,6 @@ def load_start_time(folder: Path, started_at: float) -> float:
             return float(path.read_text())
         except (OSError, ValueError):
             log.warning("%s does not say when this island was started: island.max_hours counts from now", path)
-    with best_effort(f"{path} was not written: after a restart island.max_hours counts anew"):
+    with best_effort(f"{path} was not written: after a restart island.max_hours starts from zero again"):
         write_atomically(path, repr(started_at))
     return started_at

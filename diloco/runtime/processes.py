@@ -198,7 +198,7 @@ def find_process(child: Child, name: str) -> set[int]:
     """Return the process ids of a part of an island.
 
     `name`: `rankN`, `nodeN` (all processes of a node), `agentN` (torchrun), `daemonN`, or DAEMON
-    (that of each node).
+    (the daemon of each node).
     """
     found: set[int] = set()
     for pid in find_processes([child]) - {child.process.pid}:

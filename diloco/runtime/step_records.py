@@ -82,8 +82,8 @@ def find_peak(device: str, dtype: str, num_sharers: int) -> tuple[float | None, 
 
 
 def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
-    """Return the same from the data sheet of a GPU that several islands share. Data sheets list
-    products in bf16."""
+    """Return what find_peak returns, from the data sheet of a GPU that several islands share.
+    Data sheets list products in bf16."""
     sheet = find_sheet(device_name) if dtype == "bfloat16" else None
     source = (
         f"no data sheet of {device_name!r} is known here"
@@ -154,8 +154,8 @@ def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
     target."""
     if not (targets := sum(number for _, number in sums)):
         raise InputError(
-            f"evaluate.tokens={wanted}: so many held-out tokens hold nothing that is learned, such as the words of an "
-            "assistant; raise evaluate.tokens or data.seq_len"
+            f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to learn, such as the "
+            "words of an assistant; raise evaluate.tokens or data.seq_len"
         )
     return sum(loss for loss, _ in sums) / targets
 

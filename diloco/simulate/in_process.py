@@ -65,7 +65,7 @@ def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Ite
     if island.faults:
         yield f"{name}: island.faults apply to processes; leave them out"
     if island.device != first.device:
-        yield f"{name}: island.device is {island.device!r}, that of {first.label} {first.device!r}; use one"
+        yield f"{name}: island.device is {island.device!r}, {first.label} has {first.device!r}; use one device"
     if island.profile.steps is not None:
         yield f"{name}: island.profile.steps is set, but a profile covers a whole process; set steps to null"
     if island.wandb != "off":

@@ -84,8 +84,7 @@ class Uplink:
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: dict[str, deque[Sending]] = defaultdict(deque)
-        """Payloads that wait for the present payload to the same receiver, by receiver. Has only
-        receivers of a payload."""
+        """Payloads that wait, by receiver. It has the receivers to which a payload is being sent."""
         self._under_way: list[tuple[float, int, Sending]] = []
         """A heap of payloads in transit, by the value of `_passed` at which they end. At most one
         for each receiver."""

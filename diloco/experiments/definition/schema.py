@@ -10,7 +10,7 @@ import torch.
       - [{outer.codec: int4}, {method: data-parallel}]    # points written out
     seeds: [0, 1, 2]
 
-The keys of RowSettings may be used beside those of a config, in overrides and in axes.
+The keys of RowSettings may be used beside the keys of a config, in overrides and in axes.
 """
 
 from collections.abc import Mapping

@@ -58,7 +58,7 @@ def explain_table(experiment: Experiment, rows: Rows) -> str:
             f"brackets with its {CONFIDENCE:.0%} confidence interval (Student's t). "
         )
     return text + (
-        "Bytes are those of committed rounds, payload and protocol; for data-parallel training those of a bf16 ring "
+        "Bytes count committed rounds, payload and protocol; for data-parallel training they count a bf16 ring "
         f"all-reduce at every step. Run on {platform.machine()} with {os.cpu_count()} processors."
     )
 

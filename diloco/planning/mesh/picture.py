@@ -81,7 +81,7 @@ def print_ranks(plan: StepPlan, console: Console) -> None:
     name, *lines = grids(degrees, width)
     print_section(console, name, "\n".join(lines))
     if degrees.num_ranks > 1:
-        which = "" if degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
+        which = "" if degrees.pp == 1 else " (the pp rank that sends most)"
         print_section(console, f"What a rank sends in a step{which}", traffic_table(plan.work, width))
     if degrees.pp > 1:
         print_section(console, *pipeline(plan, width))
