@@ -81,7 +81,7 @@ def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
         for step in range(cycle * method.inner_steps, (cycle + 1) * method.inner_steps):
             link.step(step)
         seconds = link.now - started
-        # A layer sent in one cycle may not be waited for before a later cycle.
+        # The first wait for a layer's sync may be in a later cycle than the one that sent it.
         if cycle * method.inner_steps > method.delay + 1 and np.allclose(seconds, before, rtol=1e-9, atol=0.0):
             break
     return method.inner_steps * (3 * model.num_layers - 1) * link.node_seconds / seconds

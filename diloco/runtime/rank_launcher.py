@@ -112,8 +112,8 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank
             signal_ranks(ranks, number)
         statuses = [rank.poll() for rank in ranks]
         if any(statuses):
-            # A rank that ends breaks the collectives of other ranks, which may be noticed earlier.
-            # So all statuses are collected for a moment.
+            # When a rank ends, the collectives of other ranks break, and another rank's end may be
+            # noticed first. So wait a moment, and then collect the statuses of all ranks.
             time.sleep(POLL_SECONDS)
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             return report_failure(failed, noun)

@@ -95,7 +95,7 @@ class Control:
             return {"text": text, "confirm": word}
         asked, until = self._asked.pop(wish.confirm, (None, 0.0))
         if asked != plain or time.monotonic() > until:
-            raise MessageError("got a confirmation of a request that was not made, or too long ago: ask again")
+            raise MessageError("got a confirmation of a request that was not made, or was made too long ago: ask again")
         try:
             said = self._hand.act(wish.action, wish.island)
         except OuterError as error:

@@ -60,9 +60,8 @@ class IslandHistory:
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     ranks    time, round, and for each rank what RoundRecord.ranks has
-    pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per
-    second in the reduce:
-                 of the last committed rounds
+    pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
+             of the last committed rounds
     presence time, whether the island answers a watcher over the network (0 or 1), why it does not
     """
 
