@@ -173,7 +173,7 @@ def memory_table(picture: Picture) -> Table:
 
 
 def advice_table(picture: Picture) -> Table:
-    """Return each recommended setting with its prediction."""
+    """Return a table of the recommended settings with their predictions."""
     table = plain_table((), ("computes", "sent", "bits"))
     table.add_column("set")
     before: dict[str, Any] = {}
