@@ -32,7 +32,7 @@ def test_the_page_of_commands_has_those_of_users(site: Path) -> None:
 def test_the_page_of_the_python_api_has_what_the_docstrings_say(site: Path) -> None:
     text = (site / "api/index.html").read_text()
     said = (
-        "Blocks until the other islands",
+        "Blocks until the run's first islands",
         "Count one optimizer step",
         "handles_shards",
         "Exact payload size",

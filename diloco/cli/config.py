@@ -13,7 +13,8 @@ def init(
         str, typer.Argument(metavar="NAME", help="Name of the run. The file is NAME.yaml, in this folder.")
     ],
 ) -> None:
-    """Write the config of a first run, with a comment at each value, and say what can be done with it."""
+    """Write a config for a first run, with a comment at each value, and print the commands that can
+    use it."""
     from diloco.config.new_config import write_config
 
     path = write_config(name, Path.cwd())
@@ -42,12 +43,12 @@ def settings(
         bool, typer.Option("--json-schema", help="Print the JSON Schema of a config, for completion in an editor.")
     ] = False,
 ) -> None:
-    """Explain the settings of a config: what is allowed, the default, the meaning."""
+    """Explain the settings of a config: allowed values, default and meaning."""
     from diloco.config.reference import config_schema, find_settings, settings_page
 
     if markdown or json_schema:
         if text or (markdown and json_schema):
-            raise typer.BadParameter("each prints everything in its own form; give one of them and no TEXT")
+            raise typer.BadParameter("each prints everything in its own form; give only one of them, and no TEXT")
         import json
 
         typer.echo(settings_page() if markdown else json.dumps(config_schema(), indent=2), nl=not markdown)
@@ -60,9 +61,11 @@ def settings(
 
 
 def key(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
-    """Print the public key of the island that CONFIG describes on this machine; make the key if there is none.
+    """Print the public key of the island that CONFIG describes on this machine; create the key if
+    there is none.
 
-    Others can list it in island.allow. The secret half is in island.key in the island's folder: it stays there.
+    Other islands can list it in island.allow. The secret half is in island.key in the island's
+    folder and stays there.
     """
     from diloco.config.schema import load_config
     from outer.identity.island_key import KEY_FILE, load_island_key

@@ -1,4 +1,5 @@
-"""The end of the command line: which errors are shown without a traceback, and how the process exits."""
+"""The end of the command line: the errors that are shown without a traceback, and the exit
+status."""
 
 import errno
 import os
@@ -9,7 +10,8 @@ DISK_PROBLEMS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EP
 
 
 def error_text(error: BaseException) -> str | None:
-    """The text to show instead of a traceback; None for an error that needs its traceback."""
+    """Return the text to show instead of a traceback; None for an error that needs its
+    traceback."""
     from diloco.errors import ConfigError
     from inner.errors import InputError as DataError
     from inner.errors import TrainingStopped
@@ -23,9 +25,11 @@ def error_text(error: BaseException) -> str | None:
 
 
 def exit_status(error: BaseException) -> int:
-    """2 for a mistake of the user, else 1. A rank of an island ends with FINAL_STATUS after a mistake or a refusal.
+    """Return 2 for a mistake of the user, else 1. A rank returns FINAL_STATUS after a mistake or a
+    refusal.
 
-    A wrong config, a wrong key, a taken name, or a run without anyone to join: the same command would fail again.
+    Examples are a wrong config, a wrong key, a name that is in use, or a run without other islands.
+    The launcher does not restart such a rank, because the same command would fail again.
     """
     from diloco.errors import FINAL_STATUS
 
@@ -37,7 +41,7 @@ def exit_status(error: BaseException) -> int:
 def end(code: int) -> None:
     """Exit with status `code`. Skips the interpreter's shutdown, in which threads of gloo and Arrow sometimes hang."""
     for stream in (sys.stdout, sys.stderr):
-        # A log on a full disk must not change the exit status.
+        # A failing write, for example to a log on a full disk, must not change the exit status.
         with suppress(OSError):
             stream.flush()
     if {"torch", "pyarrow"} & sys.modules.keys():

@@ -24,11 +24,11 @@ def experiment(
         Path | None, typer.Option(metavar="FOLDER", help="Folder of the experiment (default: runs/experiments/NAME).")
     ] = None,
 ) -> None:
-    """Run the runs of an experiment that are missing, and compare them: table, plots, summary.
+    """Run the missing runs of an experiment, and compare all runs: table, plots, summary.
 
     Each run has all of its islands in one process, on one core. The command may be stopped or
-    killed at any time; the same command goes on from the checkpoints. A row that was added to
-    FILE runs alone. docs/experiments.md says how FILE is written.
+    killed at any time. The same command then continues from the checkpoints. If you add a row to
+    FILE, only its runs are missing. docs/experiments.md describes the format of FILE.
     """
     from rich.console import Console
 

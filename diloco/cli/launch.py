@@ -12,16 +12,16 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Sets island.ranks (default: as in CONFIG).")] = None,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start the ranks again after one has died.")
-    ] = 3,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart the ranks after one has died.")] = 3,
     resume: Resume = None,
 ) -> None:
-    """Run an island of one node (island.index): start its ranks, and start all again when one dies.
+    """Run an island of one node (island.index): start its ranks, and restart all of them when one
+    dies.
 
-    SIGTERM and Ctrl-C let the island leave at once; SIGUSR1 and SIGUSR2 go to its ranks. It exits
-    with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. It exits with 78
-    when another start cannot help, for example where island.device is cuda and a rank has no GPU.
+    On SIGTERM and Ctrl-C the island leaves at once; SIGUSR1 and SIGUSR2 are passed to its ranks.
+    The command exits with the status of the rank that failed, 143 after SIGTERM, and 0 when the run
+    is over. It exits with 78 if a restart cannot help, for example if island.device is cuda and a
+    rank has no GPU.
     """
     from diloco.config.check import check_entry, check_index, check_network
     from diloco.config.schema import load_config
@@ -47,14 +47,14 @@ def launch(
 def launch_files(
     target: Annotated[Literal["slurm", "kubernetes", "skypilot"], typer.Argument(help="What starts the islands.")],
     config: ConfigPath,
-    address: Annotated[str, typer.Option(metavar="ADDRESS", help="What `diloco bootstrap` has printed.")],
+    address: Annotated[str, typer.Option(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = Path("launch"),
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the files.")] = Path("launch"),
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of GPUs of a node.")] = 8,
     image: Annotated[
         str | None, typer.Option(help="Container image in which `python -m diloco` runs, for kubernetes and skypilot.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU, in SkyPilot's words.")] = "H100",
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, as SkyPilot names it.")] = "H100",
 ) -> None:
     """Write the files that start each island of CONFIG on a cluster. Starts nothing."""
     from diloco.launch_files.write import ClusterOptions, write_launch_files

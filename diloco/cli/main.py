@@ -32,7 +32,8 @@ for command in (init, simulate, experiment):
 
 @app.command()
 def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None) -> None:
-    """Run one rank of an island. `diloco launch` starts all ranks of a node, torchrun those of several nodes."""
+    """Run one rank of an island. Started by `diloco launch` on one node, or by torchrun on several
+    nodes."""
     from diloco.config.schema import load_config
 
     resolved = load_config(config, args.with_resume(overrides, resume))
@@ -45,7 +46,7 @@ def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: arg
 def islands(
     config: args.ConfigPath,
     overrides: args.Overrides = None,
-    processors: Annotated[int | None, typer.Option(min=1, help="Most islands that compute at once.")] = None,
+    processors: Annotated[int | None, typer.Option(min=1, help="Most islands that compute at the same time.")] = None,
 ) -> None:
     """Run all islands of a config as threads of this process. Started by `simulate --in-process` and `experiment`."""
     from diloco.config.schema import load_config
@@ -86,14 +87,16 @@ def mesh(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPUs of the island, for example h100: their memory, and seconds of a step by data sheets."),
+        typer.Option(
+            help="Kind of the island's GPUs, as h100: adds their memory and the data sheet's seconds per step."
+        ),
     ] = None,
     fabric: Annotated[
         str | None,
-        typer.Option(help="With --gpu, the links between its nodes of eight GPUs (default: infiniband-ndr)."),
+        typer.Option(help="With --gpu: links between its nodes of eight GPUs (default: infiniband-ndr)."),
     ] = None,
     placements: Annotated[
-        bool, typer.Option("--placements", help="Also list what a rank holds of every parameter, read off the model.")
+        bool, typer.Option("--placements", help="Also list which slices of every parameter a rank holds.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -137,7 +140,7 @@ def plan(
     gpu: args.GpuNames = None,
     spread: Annotated[
         float | None,
-        typer.Option(min=0, help="Extra step time of the slowest island, as a fraction of the fastest one's: 0.1."),
+        typer.Option(min=0, help="How much longer a step takes on the slowest island, as a fraction, for example 0.1."),
     ] = None,
     codec_speed: Annotated[
         str | None,
@@ -152,7 +155,8 @@ def plan(
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="COUNT", help="Tokens to estimate a duration for: 10B (default: the run's).")
+        str | None,
+        typer.Option(metavar="COUNT", help="Predict the time for this many tokens: 10B (default: the run's)."),
     ] = None,
     gpus: args.Gpus = None,
     watts: args.Watts = None,
@@ -187,7 +191,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR...",
-            help="Folder of a run, for example runs/quickstart; of a run over several clusters the folder of each.",
+            help="Folder of a run, for example runs/quickstart. For a run over several clusters, give one folder each.",
         ),
     ],
     out: Annotated[
@@ -219,7 +223,8 @@ for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prep
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user gives one message and exit status 2, in a rank FINAL_STATUS."""
+    """Run the command line. After a mistake of the user, print one message and exit with 2, in a
+    rank FINAL_STATUS."""
     watch_parent()
     try:
         app(standalone_mode=True)

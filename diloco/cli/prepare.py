@@ -1,4 +1,5 @@
-"""`diloco prepare`: tokenises the text of an island before the run. Importing this does not import torch."""
+"""`diloco prepare`: tokenise the text of an island before the run. Importing this does not import
+torch."""
 
 import time
 from collections.abc import Callable
@@ -31,13 +32,13 @@ def prepare(
     into: Annotated[
         str | None, typer.Option(help="Write shards to this folder or URL (s3://...), for data.source=shards.")
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Also check the files there, and mend them.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Also check the files there, and repair them.")] = False,
 ) -> None:
     """Tokenise the text of an island (island.index) into its cache, or with --into into a store.
 
-    If it is killed, running it again continues where it stopped. A run whose text is not in
-    the cache does the same when it starts, in one process. Islands may read a store while
-    it is being written.
+    If the command is killed, running it again continues from where it stopped. A run whose text is
+    not in the cache does the same when it starts, in one process. Islands may read a store while it
+    is being written.
     """
     from rich.console import Console
 
@@ -82,7 +83,7 @@ def _prepare_whole(data: "DataConfig", island: "IslandConfig", processes: int, c
 
 
 def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, console: "Console") -> None:
-    """Make or fetch all shards of all sources into the cache, as far as its limit goes."""
+    """Make or fetch all shards of all sources into the cache, up to the cache's limit."""
     from diloco.runtime.corpus import stream_options
     from inner.data.corpus import TOKENS
     from inner.data.streaming.open import build_supply, open_cache
@@ -107,7 +108,7 @@ def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, 
 def _prepare_into(
     data: "DataConfig", url: str, island: "IslandConfig", processes: int, console: "Console", *, is_repaired: bool
 ) -> None:
-    """Write all sources into a store, those of a mixture into a folder of it each."""
+    """Write all sources into a store. Each source of a mixture gets a folder of the store."""
     from inner.data.corpus import SHARDS, TOKENS
     from inner.data.streaming.open import shards_identity
     from inner.data.streaming.publish import publish, repair
@@ -115,8 +116,8 @@ def _prepare_into(
 
     for entry in (entry for entry in data.mixture if entry.only):
         raise ConfigError(
-            f"--into: {entry.name} is for {', '.join(entry.only)} only, and others read a store; leave --into out, or "
-            "take the source out of data.mixture for it"
+            f"--into: {entry.name} is for {', '.join(entry.only)} only, and other islands read a "
+            "store, too; leave out --into, or take the source out of data.mixture for this command"
         )
     for source, name in zip(data.sources, [entry.name for entry in data.mixture] or [""], strict=True):
         if source.source in (SHARDS, TOKENS):
@@ -132,7 +133,8 @@ def _prepare_into(
 
 
 def say_now_and_then(console: "Console") -> Callable[[str], None]:
-    """A function that prints a line, unless it printed one within the last few seconds."""
+    """Return a function that prints a line, unless it printed another one within the last few
+    seconds."""
     last = time.monotonic()
 
     def say(text: str) -> None:
@@ -145,7 +147,7 @@ def say_now_and_then(console: "Console") -> Callable[[str], None]:
 
 
 def build_shard_report(console: "Console", source: str) -> "Report":
-    """A callback that prints the progress of shards every few seconds."""
+    """Return a callback that prints the progress of shards every few seconds."""
     say = say_now_and_then(console)
 
     def report(index: "Index", share: float | None) -> None:
@@ -156,7 +158,7 @@ def build_shard_report(console: "Console", source: str) -> "Report":
 
 
 def build_reporter(console: "Console") -> "ProgressCallback":
-    """A callback that prints the progress of the preparation every few seconds."""
+    """Return a callback that prints the progress of the preparation every few seconds."""
     say = say_now_and_then(console)
 
     def report(progress: "PrepareProgress") -> None:

@@ -34,8 +34,9 @@ def simulate(
 ) -> None:
     """Run all islands of a config on this machine, as real processes, and write a report.
 
-    A fault is written KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N (the island has begun
-    round N; the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
+    A fault has the form KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N (the
+    island has begun round N; the first is 0), step=N (it has made N inner steps) or second=S
+    (seconds after the run's first commit).
 
     \b
     kill:1@round=3,back=5          SIGKILL island 1 (or bootstrap, relay0, relay1); with back, restart it after 5 s
@@ -44,10 +45,10 @@ def simulate(
     kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's), agent (torchrun)
     kill:1@round=3,node=1          with --nodes: kill or freeze a node, or cut it off inside its island
     slow:2x3                       make each inner step take 3 times as long
-    corrupt:1@round=4              flip one bit of a payload that the island sends; nan:1@round=4 sends one of NaN
-    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, for good
+    corrupt:1@round=4              flip one bit of a payload that the island sends; nan:1@round=4 sends NaN in one
+    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, until the end of the run
     join:@round=4                  add one island, by diloco join
-    forget:1@round=4               with --nat: its NAT loses all connections, as one that is started again
+    forget:1@round=4               with --nat: its NAT loses all connections, as after a restart of the NAT
     cut:0-1@step=40,seconds=15     cut the link between two islands; cut:0@step=40 cuts one off, cut:0+1-2+3@... groups
     """
     check_storm(storm, storm_seed, storm_count)
@@ -71,12 +72,12 @@ def simulate(
 
 
 def sort_islands(given: list[int] | None) -> tuple[int, ...]:
-    """Islands of a repeatable option, each once."""
+    """Return the islands of a repeatable option, each only once."""
     return tuple(sorted(set(given or ())))
 
 
 def check_storm(rate: float | None, seed: int, count: int | None) -> None:
-    """Raise BadParameter for a storm that cannot be."""
+    """Raise BadParameter if the options of the storm do not make sense."""
     if rate is not None and not 0 < rate < float("inf"):
         raise typer.BadParameter(f"got {rate}; allowed: a number above 0, for example 2", param_hint="--storm")
     if rate is None and (seed or count):
@@ -84,13 +85,16 @@ def check_storm(rate: float | None, seed: int, count: int | None) -> None:
 
 
 def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:
-    """Raise BadParameter for an option of real processes with --virtual, or one of modelled islands without it.
+    """Raise BadParameter if options do not fit --virtual, or need it.
 
-    Also for a baseline of a run that goes on.
+    `of_processes`: options for real processes. `of_models`: options for modelled islands. A
+    baseline with --resume is refused, too.
     """
     if of_processes["--resume"] and of_processes["--baseline"]:
         names = "--resume, --baseline"
-        raise typer.BadParameter("a baseline begins anew each time; leave one of them out", param_hint=names)
+        raise typer.BadParameter(
+            "a baseline always starts from the beginning; leave out one of the two", param_hint=names
+        )
     if virtual and (given := [name for name, value in of_processes.items() if value]):
         raise typer.BadParameter("--virtual starts no processes; leave it out", param_hint=", ".join(given))
     if not virtual and (given := [name for name, value in of_models.items() if value is not None]):

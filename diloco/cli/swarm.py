@@ -1,4 +1,4 @@
-"""The commands between islands on different machines: bootstrap, relay, join, doctor, status, watch."""
+"""The commands for islands on different machines: bootstrap, relay, join, doctor, status, watch."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,18 +15,18 @@ def bootstrap(
         str, typer.Option(help="dht (for outer.transport=hivemind and tls) or tcp (for gloo and tls).")
     ] = "dht",
     identity: Annotated[
-        Path | None, typer.Option(help="With dht: key file that keeps the address the same over restarts.")
+        Path | None, typer.Option(help="With dht: key file that keeps the address the same after a restart.")
     ] = None,
     run_key_file: Annotated[
         Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="With tcp: folder that keeps the owners of islands' names over restarts.")
+        Path | None, typer.Option(help="With tcp: folder that keeps the owners of islands' names after a restart.")
     ] = None,
 ) -> None:
-    """Serve the address where islands find each other, and print it. Trains nothing.
+    """Serve the address at which islands find each other, and print it. Trains nothing.
 
-    Serves until SIGTERM or Ctrl-C, also after the shell or terminal that started it has ended.
+    Serves until SIGTERM or Ctrl-C, even after the shell or terminal that started it has ended.
     """
     from diloco.swarm.bootstrap import bootstrap as run
 
@@ -37,21 +37,23 @@ def relay(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
     announce_host: Annotated[
-        str | None, typer.Option(help="Address to print, if others reach this machine by another one.")
+        str | None, typer.Option(help="Address to print, if others reach this machine at a different one.")
     ] = None,
     run_key_file: Annotated[
         Path | None, typer.Option(help="File with the run key: only islands that hold it may register.")
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(help="Public key of an island that may register; repeat it (default: all).")
+        list[str] | None, typer.Option(help="Public key of an island that may register; repeatable (default: all).")
     ] = None,
     mbit: Annotated[
-        float | None, typer.Option(min=0.1, help="Most Mbit/s to forward to and from one island together.")
+        float | None, typer.Option(min=0.1, help="Most Mbit/s to forward for one island, both directions together.")
     ] = None,
 ) -> None:
-    """Forward connections to islands that nobody can reach (outer.transport=tls, island.relays), and print the address.
+    """Forward connections to islands that cannot be reached directly, and print the address of the
+    relay.
 
-    It sees who connects to whom and how much, and nothing else: TLS runs between the islands.
+    It is for runs with outer.transport=tls and island.relays. The relay sees who connects to whom
+    and how much is sent, but not the content, because TLS runs between the islands.
     """
     from diloco.swarm.bootstrap import relay as run
 
@@ -69,7 +71,8 @@ def join(
     ] = None,
     resume: args.Resume = None,
 ) -> None:
-    """Join a run: get its config from the swarm, download the state from the other islands, train."""
+    """Join a run: get its config from the swarm, download the state from other islands, then
+    train."""
     from diloco.swarm.join import join as run
 
     run(address, args.with_resume(overrides, resume), ranks, run_name)
@@ -90,11 +93,12 @@ def doctor(
         bool, typer.Option("--strict", help="Check the config's settings against members that lie, too.")
     ] = False,
 ) -> None:
-    """Check this machine and, given an address, the links to every island there. Exits 1 if a check fails.
+    """Check this machine and, given an address, the links to every island of the swarm. Exits 1 if
+    a check fails.
 
-    Pass the settings that the island on this machine will have (island.listen_host,
-    island.listen_port, island.announce_host, island.run_key_file, ...): the doctor listens as
-    that island would and asks the others to call back. It changes nothing.
+    Give the settings that the island on this machine will have (island.listen_host,
+    island.listen_port, island.announce_host, island.run_key_file, ...): the doctor listens as that
+    island would and asks other islands to call back. It changes nothing.
     """
     import logging
 
@@ -109,20 +113,23 @@ def status(
         str, typer.Argument(metavar="ADDRESS|RUN_DIR", help="Address printed by `diloco bootstrap`, or a run's folder.")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="Key, proxy, ... to reach it with.")
+        list[str] | None,
+        typer.Argument(metavar="[island.key=value ...]", help="Key, proxy, ... to reach islands with."),
     ] = None,
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to show (default: all runs).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show how each island of a run does: asked of them from anywhere, or from the records in a folder.
+    """Show the state of each island of a run, as reported by the islands or read from the records
+    in a folder.
 
-    Exits 1 if an island does not answer. It changes nothing; an island that trains answers within milliseconds.
+    Exits 1 if an island does not answer. It changes nothing. A training island answers within
+    milliseconds.
     """
     import logging
 
     from diloco.status.command import status as run
 
-    logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is in the table.
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # The table shows islands that cannot be reached.
     raise typer.Exit(run(target, overrides or [], run_name, as_json=as_json))
 
 
@@ -135,8 +142,8 @@ def watch(
         list[str] | None,
         typer.Argument(
             metavar="[RUN_DIR | island.key=value ...]",
-            help="The folder of a second run, to see both side by side; with an address the key, proxy, ... to reach "
-            "it with.",
+            help="The folder of a second run, to show both side by side; with an address, the key, proxy, ... to reach "
+            "islands with.",
         ),
     ] = None,
     run_name: Annotated[
@@ -150,30 +157,31 @@ def watch(
         Path | None,
         typer.Option(
             metavar="KEYFILE",
-            help="Let the page act (save, stop, exclude, invite) in the name of this operator's key; made if missing.",
+            help="Let the page act (save, stop, exclude, invite) with this operator's key; created if missing.",
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="RATE[,rtt=TIME]",
-            help="An island's link, for the prediction, as in 100mbit,rtt=50ms (default: that of simulate --link, "
+            help="An island's link for the prediction, as in 100mbit,rtt=50ms (default: the link of simulate --link, "
             "island.link_mbit, or the rate of the last reduces).",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at. Beyond this machine a token is needed, which the URL holds.")
+        str, typer.Option(help="Address to listen on. Requests from other machines need a token, which is in the URL.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8420,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
     text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
 ) -> None:
-    """Serve a dashboard of a run, live or replayed, read from its folder or queried from its islands."""
+    """Serve a dashboard of a run, live or replayed, from its folder or by queries to its
+    islands."""
     import logging
 
     from diloco.watch.command import Watched
     from diloco.watch.command import watch as run
 
-    logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is on the page.
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # The page shows islands that cannot be reached.
     how = "json" if as_json else "text" if text else "page"
     run(Watched(target, more or [], run_name, keep, control, link), how, host, port)

@@ -13,11 +13,11 @@ WeightsSource = Annotated[
 ]
 Island = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the one with the latest round)."),
+    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the island with the latest round)."),
 ]
 RunKeyFile = Annotated[
     Path | None,
-    typer.Option(help="The run key that the checkpoint is signed with (default: as in the run's config.yaml)."),
+    typer.Option(help="The run key with which the checkpoint is signed (default: as in the run's config.yaml)."),
 ]
 AcceptUnsigned = Annotated[
     bool,
@@ -25,7 +25,7 @@ AcceptUnsigned = Annotated[
 ]
 AllowImport = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATH", help="Own code that the run's config names and that may be imported (repeatable)."),
+    typer.Option(metavar="PATH", help="Own code in the run's config that may be imported (repeatable)."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 
@@ -43,8 +43,8 @@ def export(
 ) -> None:
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
-    transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a Qwen2),
-    without any code of this project. A run with model.init_from=OUT starts from it.
+    transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a
+    Qwen2), without any code of this project. A run with model.init_from=OUT starts from it.
     """
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights
@@ -55,7 +55,7 @@ def export(
     weights = open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     save_model(weights.tensors, weights.export(dtype), out, overwrite=overwrite)
     if weights.stop_text is not None:
-        text = f"its tokenizer has no token {weights.stop_text}: who uses the model has to stop at this text"
+        text = f"its tokenizer has no token {weights.stop_text}: programs that use the model must stop at this text"
         typer.echo(f"note: {text}", err=True)
     num_params = sum(tensor.numel() for tensor in weights.tensors.values())
     typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
@@ -73,17 +73,17 @@ def evaluate(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Approximate upper limit (default: all of DATA, or the run's evaluate.tokens)."),
+        typer.Option(min=1, help="Tokens to read, approximately (default: all of DATA, or the run's evaluate.tokens)."),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval instead, as hellaswag,arc_easy (extra: eval).")
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval to run, as hellaswag,arc_easy (extra: eval).")
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples per task.")] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Tokens of a window (default: the run's data.seq_len; of an export its longest, to 4096)."
+            min=2, help="Tokens per window (default: the run's data.seq_len; for an export its longest, at most 4096)."
         ),
     ] = None,
     island: Island = None,
@@ -161,7 +161,7 @@ def generate(
     torch_device = pick_device(IslandConfig(device=device))
     weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     if max_tokens > weights.seq_len:
-        text = f"note: the model is for sequences of {weights.seq_len} tokens; longer text gets worse"
+        text = f"note: the model is for sequences of {weights.seq_len} tokens; the quality of longer text is worse"
         typer.echo(text, err=True)
     for number, pieces in enumerate(library.generate_texts(weights, request, count, torch_device)):
         if count > 1:

@@ -1,4 +1,4 @@
-"""Checks of a run's config before any process starts. Importing this does not import torch."""
+"""Check a run's config before any process starts. Importing this does not import torch."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,8 @@ from outer.space.fragments import assign_fragments
 
 MAX_BIGRAM_VOCAB = 1024
 AUTO_TP = (1, 2, 4, 8)
-"""Ranks of a layer among which `island.auto` chooses. More are on several nodes, where tensor parallelism is slow."""
+"""Most ranks per layer among which `island.auto` chooses. More ranks span several nodes, where
+tensor parallelism is slow."""
 AUTO_MICRO_BATCH = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
@@ -43,7 +44,8 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
 
 
 def check_network(run: RunConfig, island: IslandConfig) -> None:
-    """Raise InputError if the island reaches the others by a package that is an extra and not installed."""
+    """Raise InputError if the island's connection to other islands needs an optional package that
+    is not installed."""
     if run.outer.network.has_daemon:
         require_hivemind(f"outer.transport={run.outer.transport}")
     if any(address.startswith("/") for address in island.bootstrap):
@@ -51,13 +53,14 @@ def check_network(run: RunConfig, island: IslandConfig) -> None:
 
 
 def check_entry(run: RunConfig, island: IslandConfig) -> None:
-    """Raise ConfigError if the island, in a process of its own, would wait for ever, or has no folder for its runs."""
+    """Raise ConfigError if an island in a separate process would wait for ever, or has no usable
+    folder for its runs."""
     check_company(run, island)
     check_run_dir(run, island)
 
 
 def check_company(run: RunConfig, island: IslandConfig) -> None:
-    """Raise ConfigError if the island would wait for others that cannot find it."""
+    """Raise ConfigError if the island would wait for other islands that cannot find it."""
     others = run.outer.start_islands - 1
     if others == 0 and not island.joins:
         return
@@ -76,9 +79,11 @@ def check_company(run: RunConfig, island: IslandConfig) -> None:
 
 
 def check_run_dir(run: RunConfig, island: IslandConfig) -> None:
-    """Make the folder of the island's runs. Raises ConfigError if that cannot be, or nothing can be written there.
+    """Create the folder of the island's runs. Raises ConfigError if it cannot be created or written
+    to.
 
-    Where the run has begun already it goes on without records: a disk may have become read-only meanwhile.
+    It does not raise if the run has begun already, because then the run continues without records:
+    the disk may have become read-only since.
     """
     folder = island.runs
     if (folder / run.name).exists():
@@ -93,7 +98,8 @@ def check_run_dir(run: RunConfig, island: IslandConfig) -> None:
 
 
 def check_index(config: Config, index: int) -> None:
-    """Raise ConfigError if `islands` lists others than the island of this index, which does not join a run."""
+    """Raise ConfigError if `islands` has entries but none for this index, unless the island joins a
+    run."""
     count = len(config.islands)
     if count and index >= count and not config.for_island(index).joins:
         raise ConfigError(
@@ -103,25 +109,29 @@ def check_index(config: Config, index: int) -> None:
 
 
 def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
-    """Raise ConfigError if the island's mesh holds still what stages of the run change."""
+    """Raise ConfigError if stages of the run change a setting that the island's mesh needs to stay
+    constant."""
     stages = [at_stage(run, number) for number in range(len(run.stages))]
     lengths = {stage.data.seq_len for stage in stages}
     steps = {stage.optimizer.tokens_per_step for stage in stages}
     degrees = island.mesh
     if len(lengths) > 1 and max(degrees.cp, degrees.tp, degrees.pp) > 1:
         raise ConfigError(
-            f"{where}: stages change data.seq_len, and with island.mesh.cp, tp or pp above 1 it stays as it is; leave "
-            "seq_len out of the stages, or use dp_shard and dp_replicate alone"
+            f"{where}: stages change data.seq_len, which must be constant with island.mesh.cp, tp "
+            "or pp above 1; leave seq_len out of the stages, or use dp_shard and dp_replicate "
+            "alone"
         )
     if len(steps) > 1 and degrees.pp > 1:
         raise ConfigError(
-            f"{where}: stages change optimizer.tokens_per_step, and with island.mesh.pp above 1 the number of "
-            "micro-batches stays as it is; leave tokens_per_step out of the stages, or set island.mesh.pp to 1"
+            f"{where}: stages change optimizer.tokens_per_step, and with island.mesh.pp above 1 "
+            "the number of micro-batches must be constant; leave tokens_per_step out of the "
+            "stages, or set island.mesh.pp to 1"
         )
 
 
 def check_mesh(run: RunConfig, island: IslandConfig, where: str) -> None:
-    """Raise ConfigError if the island's mesh or micro-batch does not fit the run, which has no stages or is one."""
+    """Raise ConfigError if the island's mesh or micro-batch does not fit a run without stages, or
+    one stage of a run."""
     try:
         list_candidates(run, island)
     except ValueError as error:
@@ -129,16 +139,18 @@ def check_mesh(run: RunConfig, island: IslandConfig, where: str) -> None:
 
 
 def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
-    """The island with each of the settings that it may choose by `island.auto`; without it the island as it is.
+    """Return the island with each choice of settings that `island.auto` allows; without it only the
+    island itself.
 
-    Fewer ranks of a layer come first, then less recomputation, then larger micro-batches, so the last one needs least
-    memory. Raises InputError or ConfigError if the run cannot be trained with any.
+    Candidates with fewer ranks per layer come first, then with less recomputation, then with larger
+    micro-batches. So the last one needs the least memory. Raises InputError or ConfigError if no
+    candidate can train the run.
     """
     if not island.auto:
         check_step(run, island)
         return [island]
     if run.model.name is not None:
-        raise ConfigError("island.auto plans memory, which it cannot for a model of your own; set the settings")
+        raise ConfigError("island.auto plans memory, which is not possible for an own model; set the settings yourself")
     candidates, refusal = [], ValueError("nothing to choose from")
     for each in _combine(run, island):
         try:
@@ -154,7 +166,8 @@ def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
 
 
 def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
-    """All combinations of what `island.auto` names, in the order of list_candidates."""
+    """Yield all combinations of the settings that `island.auto` names, in the order of
+    list_candidates."""
     sequences = run.optimizer.tokens_per_step // run.data.seq_len
     meshes, kinds, sizes = [island.mesh], [island.parallel.recompute], [island.micro_batch]
     if "mesh" in island.auto:
@@ -171,11 +184,13 @@ def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
 
 
 def check_step(run: RunConfig, island: IslandConfig) -> None:
-    """Raise InputError if the island's mesh, micro-batch and so on cannot make an inner step of this run."""
+    """Raise InputError if the island's mesh, micro-batch and similar settings cannot make an inner
+    step of this run."""
     degrees = resolve_degrees(island.mesh, island.ranks)
     tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
     num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
-    # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size serves for these checks.
+    # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size works for
+    # these checks.
     model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
     if isinstance(model, OwnModel):
         from inner.parallel.own_model import check_own_model
@@ -192,7 +207,8 @@ def check_step(run: RunConfig, island: IslandConfig) -> None:
 
 
 def check_stability(run: RunConfig, *, is_own: bool) -> None:
-    """Raise InputError if what is done about spikes, z-loss or the noise scale does not go with the rest of the run."""
+    """Raise InputError if the settings for spikes, z-loss or noise scale do not fit the rest of the
+    run."""
     optimizer, outer = run.optimizer, run.outer
     if optimizer.z_loss and is_own:
         raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
@@ -210,7 +226,8 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
 
 
 def check_trainer(run: RunConfig) -> None:
-    """Raise ConfigError if the run is trained by loops of their own, of which only the parameters are known here."""
+    """Raise ConfigError if the run is trained by its own training loops, whose model is not known
+    here."""
     if run.params:
         raise ConfigError(
             f"the run {run.name!r} is trained by its own program with diloco.Islands ({run.params}), and that model "
@@ -219,7 +236,7 @@ def check_trainer(run: RunConfig) -> None:
 
 
 def check_extras(island: IslandConfig, where: str) -> None:
-    """Raise ConfigError if the island logs to a package that is not installed, because it is an extra."""
+    """Raise ConfigError if the island logs to an optional package that is not installed."""
     chosen = {"wandb": island.wandb != "off", "tensorboard": island.tensorboard}
     for extra in (name for name, is_chosen in chosen.items() if is_chosen and find_spec(name) is None):
         cure = f"pip install {extra} (or 'diloco[{extra}]'), or leave the setting out"
@@ -235,7 +252,8 @@ def check_fragments(run: RunConfig) -> None:
 
 
 def check_names(config: Config, num_islands: int) -> None:
-    """Raise ConfigError if two islands have the same name and so the same identity and folder."""
+    """Raise ConfigError if two islands have the same name, because they would have the same
+    identity and folder."""
     names = [config.for_island(index).label for index in range(num_islands)]
     for index, name in enumerate(names):
         if (first := names.index(name)) != index:
@@ -248,7 +266,7 @@ def check_names(config: Config, num_islands: int) -> None:
 def check_run(config: Config, num_islands: int) -> Corpus:
     """Check all that this machine can check of the run, and return the corpus. Raises ConfigError.
 
-    It is prepared, or has no texts where islands read it shard by shard.
+    The corpus is tokenised; it has no texts if islands read them in shards.
     """
     run = config.run
     for index in range(num_islands):
@@ -271,12 +289,13 @@ def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
 
 
 def count_params(run: RunConfig, corpus: Corpus) -> int:
-    """Number of parameters of the run's model."""
+    """Return the number of parameters of the run's model."""
     return num_elements(model_specs(run, corpus.vocab_size))
 
 
 def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
-    """Name and shape of every parameter of the run's model, ours or an own one. Raises InputError if it is wrong."""
+    """Return the name and shape of every parameter of the run's model, also of an own model. Raises
+    InputError."""
     model = resolve_model(run.model, vocab_size)
     if isinstance(model, OwnModel):
         from inner.parallel.own_model import own_param_specs
@@ -286,7 +305,10 @@ def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:
-    """Held-out loss of a bigram model, in nats per token; None for mixtures, large vocabularies, chat and shards."""
+    """Return the held-out loss of a bigram model, in nats per token.
+
+    None for mixtures, large vocabularies, chat and shards.
+    """
     if corpus.vocab_size > MAX_BIGRAM_VOCAB or len(corpus.texts) != 1:
         return None
     (text,) = corpus.texts

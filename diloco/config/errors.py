@@ -1,4 +1,5 @@
-"""Error texts for invalid configs that need no knowledge of pydantic. Importing this does not import torch."""
+"""Error texts for invalid configs, for readers without knowledge of pydantic. Importing this does
+not import torch."""
 
 import difflib
 import types
@@ -16,11 +17,12 @@ ALLOWED_VALUES = {
     "dict_type": "keys with values",
     "model_type": "a section: keys with values, on the command line section.key=value",
 }
-"""Allowed values by pydantic's error type."""
+"""Description of the allowed values, by pydantic's type of error."""
 
 
 def explain_errors(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
-    """One line per error: the key with `prefix`, the value that was given, and what is allowed."""
+    """Return one line per error: the key with `prefix` in front, the given value, and what is
+    allowed."""
     lines = []
     for item in error.errors():
         where = prefix + ".".join(str(part) for part in item["loc"])

@@ -1,7 +1,9 @@
-"""Which keys of a config a swarm may set on an island that joins it, and how its text is read. Imports no torch.
+"""Decide which keys of a config a swarm may set on a joining island, and read its text. Does not
+import torch.
 
-The swarm's text was written by a stranger. It sets the run's part of a config and never the island's. Of the run's part
-it sets values; a key that names a file or folder is set by the island's operator, or the island does not join.
+The swarm's text is from a stranger. It may set the run's part of a config and never the island's
+part. In the run's part it may only set values. A key that names a file or folder must be set by the
+island's operator, or the island does not join.
 """
 
 import re
@@ -20,12 +22,15 @@ from inner.foreign.text import parse_yaml
 from inner.import_path import is_import_path
 
 Origin = Literal["swarm", "island", "hub", "code"]
-"""swarm: the value is taken. island: it names places on a machine; those of the swarm are kept for the run's hash and
-never opened. hub: the name of something on the Hugging Face hub is taken, the name of a file or folder is not. code:
-the name of one of ours is taken; an import path only if the island's operator has allowed it."""
+"""How a key of the run's part is taken from the swarm.
+
+swarm: the value is taken. island: the value names places on a machine; the swarm's value is kept
+for the run's hash and never opened. hub: the name of something on the Hugging Face hub is taken,
+the name of a file or folder is not. code: the name of a component of this project is taken; an
+import path only if the island's operator has allowed it."""
 
 ISLAND_SECTIONS = ("island", "islands")
-"""All of their keys are the island's own. A swarm's text that has one of them is refused."""
+"""Sections whose keys all belong to the island. A swarm's text with one of them is refused."""
 NOT_FROM_SWARM: dict[str, Origin] = {
     "model.init_from": "island",
     "model.name": "code",
@@ -65,26 +70,30 @@ FROM_SWARM = {
     "evaluate": "every_rounds tokens",
     "stages": "tokens seq_len tokens_per_step lr weights",
 }
-"""The other keys of the run's part, by section. A test checks that each key of the schema is in one of the tables."""
+"""The other keys of the run's part, by section. A test checks that each key of the schema is in one
+of the tables."""
 MAX_TEXT_CHARS = 1 << 16
-"""A config with all of its keys has some 8,000."""
+"""Longest config text of a swarm, in characters. A config with all of its keys has about 8,000."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 
 
 def swarm_text(run: RunConfig) -> str:
-    """The text that an island publishes for joiners: the run's part alone, also if `run` is a whole Config."""
+    """Return the text that an island publishes for joiners: only the run's part, even if `run` is a
+    whole Config."""
     return dump_config(RunConfig(**{key: getattr(run, key) for key in RunConfig.model_fields}))
 
 
 def parse_swarm_config(text: str) -> RunConfig:
-    """Parse the config text that a swarm has sent. Raises ConfigError, also if it sets anything of an island."""
+    """Parse the config text that a swarm has sent. Raises ConfigError, also if the text sets
+    anything of an island."""
     values = _load_plain_yaml(text)
     if not isinstance(values, dict):
-        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, sections with keys expected")
+        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, expected: sections with keys")
     if found := [name for name in ISLAND_SECTIONS if name in values]:
         raise ConfigError(
             f"the swarm's config sets {' and '.join(found)}, which only the operator of an island sets (addresses, "
-            "folders, mirrors, keys). No island publishes them: whoever wrote this text is not to be trusted"
+            "folders, mirrors, keys). No island publishes such settings, so do not trust the "
+            "source of this text"
         )
     try:
         return RunConfig.model_validate(values)
@@ -94,7 +103,8 @@ def parse_swarm_config(text: str) -> RunConfig:
 
 
 def check_places(run: RunConfig, island: IslandConfig) -> None:
-    """Raise ConfigError if the joining island would import code or open a file that the swarm names, with the cure."""
+    """Raise ConfigError, with the cure, if the joining island would import code or open a file that
+    the swarm names."""
     check_allowed(own_code(run), island.allow_imports, "add to island.allow_imports: ")
     for name, source in named_sources(run.data.of_island(island.label)):
         own, cure = island.data_paths, "island.data_paths=[PATH]"
@@ -109,7 +119,10 @@ def check_places(run: RunConfig, island: IslandConfig) -> None:
 
 
 def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
-    """The island with the run's places and code as its own, for a launcher whose operator wrote the run's config."""
+    """Return the island with the run's places and code as its own.
+
+    It is for a launcher whose operator wrote the run's config.
+    """
     data = run.data.of_island(island.label)
     needed = {name: paths for name, s in named_sources(data) if (paths := _places_of(s))}
     change = {
@@ -122,7 +135,8 @@ def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
 
 
 def describe_data(run: RunConfig) -> str:
-    """What the run reads, in one line for the operator of a joining island: what is fetched, and how much of it."""
+    """Return one line about the run's data for a joining island's operator: what is fetched, and
+    how much of it."""
     sources = ", ".join(map(_describe_source, run.data.sources))
     return _printable(f"it reads {sources} with the tokenizer {run.data.tokenizer}")
 
@@ -133,7 +147,7 @@ def _describe_source(source: DataConfig) -> str:
 
 
 def _places_of(source: DataConfig) -> tuple[str, ...]:
-    """The places on a machine that a source is read from; empty if it needs none."""
+    """Return the places on a machine from which a source is read; empty if it needs none."""
     if source.source in ("files", "tokens", "shards") or is_import_path(source.source):
         return tuple(source.paths)
     if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
@@ -142,7 +156,8 @@ def _places_of(source: DataConfig) -> tuple[str, ...]:
 
 
 def _names_a_file(name: str) -> bool:
-    """Whether a name may be that of a file or folder here, or of what reads them. One on the hub is [OWNER/]NAME."""
+    """Return whether a name may refer to a file or folder, or to code that reads them. A hub name
+    is [OWNER/]NAME."""
     is_hub_name = not name.endswith((".json", ".py")) and _HUB_NAME.fullmatch(name) is not None and ".." not in name
     return not is_hub_name or name in READERS_OF_FILES or Path(name).exists()
 
@@ -162,5 +177,5 @@ def _load_plain_yaml(text: str) -> object:
 
 
 def _printable(text: str) -> str:
-    """The text without control characters, because it is shown in a terminal."""
+    """Return the text without control characters, because it is shown in a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:1000])

@@ -1,4 +1,5 @@
-"""The part of a config that each island decides for itself: `island`, and what `islands` changes of it."""
+"""The part of a config that each island sets for itself: `island`, with the changes in
+`islands`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,123 +16,142 @@ class CheckpointConfig(Section):
     """When and where an island saves the state that it needs to continue after a stop."""
 
     every_rounds: int | None = Field(default=10, ge=1)
-    """Averagings of every parameter between checkpoints. null saves none. Besides, an island without a checkpoint saves
-    after its first commit, and every island at the end of the run."""
+    """Number of averages of every parameter between two checkpoints. null saves none. In addition,
+    an island without a checkpoint saves after its first commit, and every island saves at the end
+    of the run."""
     keep: int = Field(default=2, ge=1)
-    """Number of checkpoints to keep; older ones are deleted. With 1 the one before stays as well, until the next save:
-    the newest is not known to be good before a loss was finite after it."""
+    """Number of checkpoints to keep; older checkpoints are deleted. With 1 the previous checkpoint
+    is kept until the next save, too, because the newest is only known to be good after a finite
+    loss."""
     folder: str | None = None
-    """Folder of the checkpoints, which all ranks of the island must see. null is `checkpoints` in the island's
-    folder."""
+    """Folder of the checkpoints, which all ranks of the island must be able to reach. null is
+    `checkpoints` in the island's folder."""
     mirror: str | None = None
-    """A URL that fsspec supports (s3://bucket/run) or a folder on another disk, to which each checkpoint is copied. An
-    island resumes from the copy if its own folder has no checkpoint as new."""
+    """Where each checkpoint is copied to: a URL that fsspec supports (s3://bucket/run), or a folder
+    on another disk. An island resumes from the copy if it is newer than the checkpoints in the
+    island's own folder."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest complete checkpoint in the folder, if there is one."""
+    """auto: resume from the newest complete checkpoint in the folder, if there is one. never: start
+    from the beginning."""
     accept_unsigned: bool = False
-    """Resume also from a checkpoint that is not signed with island.run_key_file, for example from before there was a
-    key. Whoever could write it decides what the island goes on with."""
+    """Also resume from a checkpoint that is not signed with island.run_key_file, for example one
+    from before the key was introduced. Anybody who can write such a checkpoint can change the
+    island's state."""
 
 
 class IslandConfig(Section):
     """The part of the config that is local to one island."""
 
     name: str | None = Field(default=None, pattern=f"^{ISLAND_NAME}$")
-    """Name of the island in the run, which no other island may have. null is `island-<index>`."""
+    """Name of the island, which must be unique in the run. null is `island-<index>`."""
     index: int = Field(default=0, ge=0)
-    """Number of this island in the file, from 0: which entry of `islands` it takes."""
+    """Number of this island in the file, from 0. It selects the island's entry of `islands`."""
     ranks: int = Field(default=1, ge=1)
-    """Number of processes of this island, on all of its nodes together."""
+    """Number of processes of this island, over all of its nodes."""
     mesh: MeshConfig = MeshConfig()
     parallel: ParallelConfig = ParallelConfig()
     micro_batch: int = Field(default=8, ge=1)
     """Number of sequences in one forward pass on one rank."""
     auto: tuple[Literal["micro_batch", "recompute", "mesh"], ...] = ()
-    """What the island chooses itself when it first starts, by its ranks' memory and measured speed, in place of
-    micro_batch, parallel.recompute and mesh (dp_shard and tp). It changes results by rounding only."""
+    """Settings that the island chooses itself when it first starts, by the memory and measured
+    speed of its ranks: micro_batch, parallel.recompute and mesh (dp_shard and tp). The choice
+    changes results by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What the ranks compute on. auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the
-    CPU. Islands of one rank that are started together share GPUs if there are too few."""
+    """Kind of device on which the ranks compute. auto is CUDA if this machine has a GPU for each of
+    the island's ranks on it, else the CPU. Islands of one rank that are started together share GPUs
+    if there are too few."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype in which the model computes. auto is bfloat16 on GPUs that have it, else float32. Weights, gradients and
-    their sums stay in fp32."""
+    """Dtype in which the model computes. auto is bfloat16 on GPUs that support it, else float32.
+    Weights, gradients and their sums are always fp32."""
     matmul_precision: Literal["highest", "high"] = "high"
-    """CUDA only: `high` multiplies fp32 matrices with TF32's mantissas of 10 bits, several times as fast; `highest`
-    with all 23 bits."""
+    """CUDA only. `high`: multiply fp32 matrices with TF32's mantissas of 10 bits, which is several
+    times as fast. `highest`: multiply with all 23 bits."""
     bootstrap: tuple[str, ...] = ()
-    """Addresses of the swarm that `diloco bootstrap` has printed."""
+    """Addresses of the swarm, as `diloco bootstrap` prints them."""
     listen_host: str = "127.0.0.1"
-    """Address on which this island listens for other islands; 0.0.0.0 or :: for all of the machine's."""
+    """Address on which this island listens for other islands; 0.0.0.0 or :: for all addresses of
+    the machine."""
     listen_port: int = Field(default=0, ge=0, le=65535)
-    """First port on which this island listens; 0 lets the system choose. Over tls a rank has two ports, and the next
-    rank the next two."""
+    """First port on which this island listens; 0 lets the system choose. Over tls each rank uses
+    two ports, one rank after the other."""
     dht_port: int = Field(default=0, ge=0, le=65535)
-    """tls only, with `bootstrap` addresses of a DHT: port of this island's node of the DHT; 0 lets the system choose,
-    and with announce_host the node then only asks the others."""
+    """tls only, if `bootstrap` has addresses of a DHT: port of this island's node of the DHT. 0
+    lets the system choose. With 0 and announce_host, the node only sends requests and answers
+    none."""
     announce_host: str | None = None
-    """Address at which other islands reach this one, if it differs from listen_host (NAT, cloud)."""
+    """Address at which other islands reach this island, if it is not listen_host (NAT, cloud)."""
     link_mbit: float | None = Field(default=None, ge=0.001)
-    """Rate of this island's link to the others in Mbit/s, the slower of its directions. Islands with slow links reduce
-    fewer parts, if all islands give theirs."""
+    """Rate of this island's link to the other islands in Mbit/s, in its slower direction. If all
+    islands set it, islands with slow links reduce fewer parts."""
     run_key_file: str | None = None
-    """A file with the run key, the same on every island. Peers without the key cannot join or send messages."""
+    """File with the run key, which is the same on every island. Peers without the key cannot join
+    or send messages."""
     allow: tuple[str, ...] = ()
-    """Public keys of the islands that may take part (`diloco key` prints them), with hivemind also libp2p peer ids.
-    Empty allows all."""
+    """Public keys of the islands that may take part (`diloco key` prints them); with hivemind also
+    libp2p peer ids. Empty allows all islands."""
     operators: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
-    """Public keys of those who may tell this island over the network to save, stop, or exclude an island
-    (`diloco watch ADDRESS --control KEY`)."""
+    """Public keys of operators who may order this island over the network to save, to stop, or to
+    exclude an island (`diloco watch ADDRESS --control KEY`)."""
     relay: Literal["off", "client", "server"] = "off"
-    """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
+    """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server`
+    relays for others."""
     gloo_in_public: bool = False
-    """gloo only: listen on an address of the open internet, where whoever reaches gloo's ports can end the island."""
+    """gloo only: listen on a public internet address. Anyone who can reach gloo's ports can then
+    end the island."""
     tls_streams: int = Field(default=1, ge=1, le=MAX_TLS_STREAMS)
-    """tls only: connections on which each rank sends to each rank of another island. With a long round trip, a link
-    needs about one for each 4 MB of rate x round trip: 6 at 1 Gbit/s and 200 ms."""
+    """tls only: number of connections on which each rank sends to each rank of another island. A
+    link with a long round trip needs about one for each 4 MB of rate x round trip: 6 at 1 Gbit/s
+    and 200 ms."""
     relays: tuple[str, ...] = ()
-    """tls only: relays (host:port, as `diloco relay` prints them) by which others reach this island, besides
-    announce_host, if that or a listen_host beyond loopback is given."""
+    """tls only: relays (host:port, as `diloco relay` prints them) through which other islands reach
+    this island. They also use announce_host if it is set, or listen_host if that is not a loopback
+    address."""
     proxy: str | None = None
-    """tls only: http://HOST:PORT or socks5://HOST:PORT, a proxy through which this island dials all that it dials."""
+    """tls only: proxy for all outgoing connections of this island, http://HOST:PORT or
+    socks5://HOST:PORT."""
     faults: tuple[str, ...] = ()
-    """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
+    """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for
+    tests."""
     allow_imports: tuple[str, ...] = ()
-    """Import paths, modules or packages that a swarm's config may name when this island joins it (`diloco join`)."""
+    """Import paths, modules or packages that a swarm's config may name when this island joins it
+    (`diloco join`)."""
     joins: bool = False
-    """Take the state from a running run and never start one."""
+    """Take the state from a running run, and never start a new run."""
     run_dir: str = "runs"
-    """Folder of the folders of runs: records, logbook and checkpoints are in run_dir/NAME."""
+    """Folder that holds the folders of runs: records, logbook and checkpoints are in
+    run_dir/NAME."""
     cache_dir: str = "~/.cache/diloco"
-    """Folder of the tokenised text, which several runs and islands share."""
+    """Folder of the tokenised text. Several runs and islands may share it."""
     shards: ShardsConfig = ShardsConfig()
     data_paths: tuple[str, ...] | None = None
-    """Replaces data.paths on this island, or data.dataset by the one folder where this island has the dataset."""
+    """Replaces data.paths on this island. It may also replace data.dataset by one folder with the
+    dataset."""
     mixture_paths: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Replaces the paths of the sources of data.mixture on this island, by the names of the sources."""
+    """Replaces the paths of sources of data.mixture on this island, by the names of the sources."""
     tokenizer: str | None = None
-    """Replaces data.tokenizer on this island: the path where it has the same tokenizer.json."""
+    """Replaces data.tokenizer on this island: path of the same tokenizer.json."""
     init_from: str | None = None
-    """Replaces model.init_from on this island: the folder where it has the same weights."""
+    """Replaces model.init_from on this island: folder with the same weights."""
     connect_seconds: float = Field(default=30.0, gt=0)
-    """Longest time for one try to connect to the swarm."""
+    """Time limit of one attempt to connect to the swarm."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog_seconds: float | None = Field(default=None, gt=0)
-    """Time limit of an inner step or evaluation, after which the island ends. The first ones have a limit of their
-    own. null derives the limit from measured times."""
+    """Time limit of an inner step or evaluation. The island ends if one takes longer. The first
+    steps have a separate limit. null derives the limit from measured times."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The island leaves after the last round that fits into this time since its start, which restarts of its
-    ranks do not change."""
+    """Time limit in hours since the island's start, which restarts of its ranks do not reset. The
+    island leaves after the last round that fits into it."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     """Whether the island also writes event files for TensorBoard, into `tensorboard` in its folder."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Whether the island also logs to Weights & Biases: into files of its folder (offline), or to its server
-    (online)."""
+    """Whether the island also logs to Weights & Biases: into files of its folder (offline), or to
+    the server of Weights & Biases (online)."""
 
     @field_validator("device", mode="before")
     @classmethod
     def _check_device(cls, value: Any) -> Any:
-        """Refuse one GPU by its number: each rank gets one of those that are visible."""
+        """Refuse the number of a GPU: each rank gets one of the visible GPUs."""
         if isinstance(value, str) and value.startswith("cuda:"):
             number = value.removeprefix("cuda:")
             raise ValueError(f"'auto', 'cpu' or 'cuda'; to choose a GPU, start it with CUDA_VISIBLE_DEVICES={number}")
@@ -139,25 +159,28 @@ class IslandConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name of the island in the run: `name`, or else `island-<index>`."""
+        """Name of the island in the run: `name`, or else `island-<index>`."""
         return self.name or f"island-{self.index}"
 
     @property
     def runs(self) -> Path:
-        """The folder `run_dir`. Raises InputError if it is in a home directory and there is none."""
+        """The folder `run_dir`. Raises InputError if it is in a home directory and there is
+        none."""
         return home_path(self.run_dir, "island.run_dir")
 
     def folder(self, run: str) -> Path:
-        """Where the island keeps what is its own of the run of this name. Raises InputError as `runs`."""
+        """Return the folder for the island's own files of this run. Raises InputError as `runs`
+        does."""
         return self.runs / run / self.label
 
     @property
     def cache(self) -> Path:
-        """The folder `cache_dir`. Raises InputError as `runs`."""
+        """The folder `cache_dir`. Raises InputError as `runs` does."""
         return home_path(self.cache_dir, "island.cache_dir")
 
     def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
-        """The dtype in which the model computes on `device`, for example `cpu`, `cuda` or `cuda:3`."""
+        """Return the dtype in which the model computes on `device`, for example `cpu`, `cuda` or
+        `cuda:3`."""
         if self.compute_dtype != "auto":
             return self.compute_dtype
         return "bfloat16" if device.startswith("cuda") else "float32"

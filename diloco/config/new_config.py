@@ -11,10 +11,11 @@ TEMPLATE = "new_config.yaml"
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """Write `folder`/NAME.yaml for a run called `name`. Raises ConfigError for a bad name and never replaces a file."""
+    """Write `folder`/NAME.yaml for a run called `name`. Raises ConfigError for an invalid name or
+    an existing file."""
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(
-            f"NAME: got {name!r}; allowed: letters, digits, . _ and -, at most 64, a letter or digit first"
+            f"NAME: got {name!r}; allowed: at most 64 letters, digits, . _ and -, beginning with a letter or digit"
         )
     path = folder / f"{name}.yaml"
     text = files("diloco.config").joinpath(TEMPLATE).read_text().replace("NAME", name)
@@ -24,5 +25,7 @@ def write_config(name: str, folder: Path) -> Path:
     except FileExistsError:
         raise ConfigError(f"{path} exists already; choose another name, or move that file away") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; go to a folder where this user may") from None
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; go to a folder where this user may write"
+        ) from None
     return path

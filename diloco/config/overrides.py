@@ -1,4 +1,5 @@
-"""Values that replace those of a config: of the command line, and of an island. Imports no torch."""
+"""Replace values of a config by values of the command line or of an island. Does not import
+torch."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ from inner.foreign.text import parse_yaml
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set the value of `section.key=value` in the values of a config file, in place. Raises ConfigError."""
+    """Apply an override `section.key=value` to the values of a config file, in place. Raises
+    ConfigError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
@@ -21,11 +23,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def set_value(values: dict[str, Any], key: str, value: object, where: str) -> None:
-    """Set the value of a dotted key in the values of a config file, in place. Raises ConfigError, with `where`."""
+    """Set the value of a dotted key in the values of a config file, in place. Raises ConfigError,
+    with `where`."""
     _set(values, key, value, where)
     islands = values.get("islands")
     if key.startswith("island.") and isinstance(islands, list):
-        # Otherwise the values in `islands` would override this one.
+        # The values in `islands` have precedence over `island`, so they would override this value.
         for island in islands:
             if isinstance(island, dict):
                 _set(island, key.removeprefix("island."), value, where)
@@ -44,13 +47,13 @@ def _set(target: dict[str, Any], key: str, value: object, where: str) -> None:
 
 
 def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `change`; sections are merged key by key."""
+    """Return `base` with the values of `change`; sections are merged key by key."""
     both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
     return base | change | {key: merge(base[key], change[key]) for key in both}
 
 
 def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
-    """One line for each key that differs between two runs, with both values."""
+    """Return one line for each key that differs between two runs, with both values."""
     flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
     return [
         f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
@@ -60,7 +63,7 @@ def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a dumped config by their dotted keys."""
+    """Return the values of a dumped config by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -1,4 +1,5 @@
-"""Own code that a run's config names by import paths, and the hashes by which islands compare it. Imports no torch."""
+"""Find the own code that a run's config names by import paths, and hash it for comparison. Does not
+import torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from outer.own_code import provide
 
 
 def own_code(run: RunConfig) -> list[tuple[str, str]]:
-    """(key, import path) of all own code that the run names."""
+    """Return (key, import path) of all own code that the run names."""
     outer = run.outer
     named = [("optimizer.name", run.optimizer.name), ("model.name", run.model.name or "")]
     named += [("outer.codec", outer.codec), ("outer.merge.rule", outer.merge.rule)]
@@ -23,19 +24,22 @@ def own_code(run: RunConfig) -> list[tuple[str, str]]:
 
 
 def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
-    """The sources of a run with their names in the mixture; a single source has none."""
+    """Return the sources of a run with their names in the mixture; the name is None for a single
+    source."""
     names = [entry.name for entry in data.mixture] or [None]
     return list(zip(names, data.sources, strict=True))
 
 
 def is_allowed(path: str, allowed: tuple[str, ...]) -> bool:
-    """Whether an import path, or its module or a package of that, is in the list."""
+    """Return whether an import path, its module, or a package that contains the module is in
+    `allowed`."""
     module = path.partition(":")[0]
     return any(entry == path or f"{module}.".startswith(f"{entry}.") for entry in allowed)
 
 
 def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: str) -> None:
-    """Raise ConfigError if somebody else's config names code that is not in `allowed`. `cure` comes before its path."""
+    """Raise ConfigError if another person's config names code that is not in `allowed`. `cure`
+    precedes the path."""
     for key, path in code:
         if not is_allowed(path, allowed):
             raise ConfigError(
@@ -45,7 +49,8 @@ def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: s
 
 
 def add_code_hashes(run: RunConfig) -> RunConfig:
-    """The run with the hashes of the own code that this machine has. It imports that code. Raises ConfigError."""
+    """Return the run with the hashes of the own code on this machine. It imports that code. Raises
+    ConfigError."""
     try:
         hashes = {path: source_sha256(path, key) for key, path in own_code(run)}
     except InputError as error:
@@ -54,9 +59,10 @@ def add_code_hashes(run: RunConfig) -> RunConfig:
 
 
 def provide_own_code(run: RunConfig) -> None:
-    """Import the run's codec, merge rule and outer optimizer, those that are own code, for outer/. Raises ConfigError.
+    """Import those of the run's codec, merge rule and outer optimizer that are own code, for
+    outer/. Raises ConfigError.
 
-    The config is the operator's own, or `check_allowed` has passed it.
+    The config must be the operator's own, or have passed `check_allowed`.
     """
     try:
         for key, path in outer_code(run):
@@ -66,18 +72,21 @@ def provide_own_code(run: RunConfig) -> None:
 
 
 def load_own_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the operator's own config and provide the code that it names between islands. Raises ConfigError."""
+    """Load the operator's own config and import the own code that outer/ needs. Raises
+    ConfigError."""
     config = load_config(path, overrides)
     provide_own_code(config.run)
     return config
 
 
 def outer_code(run: RunConfig) -> list[tuple[str, str]]:
-    """(key, import path) of the run's codec, merge rule and outer optimizer, those that are own code."""
+    """Return (key, import path) of those of the run's codec, merge rule and outer optimizer that
+    are own code."""
     return [(key, path) for key, path in own_code(run) if key.startswith("outer.")]
 
 
 def find_other_code(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """Import paths whose file here differs from that of the island that published `theirs`."""
+    """Return the import paths whose file here differs from the file of the island that published
+    `theirs`."""
     mine, others = ours.code_sha256, theirs.code_sha256
     return [path for path in mine if path in others and mine[path] != others[path]]

@@ -1,4 +1,5 @@
-"""Every setting of a config: what is allowed, its default, its meaning. Importing this does not import torch."""
+"""List every setting of a config: what is allowed, its default, its meaning. Importing this does
+not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ TYPES = {"integer": "whole number", "number": "number", "boolean": "true, false"
 NO_DEFAULT = "must be given"
 PAGE_HEAD = """# All settings
 
-Written by `diloco settings --markdown`. [configuration.md](configuration.md) has those that are changed most often.
+Written by `diloco settings --markdown`. [configuration.md](configuration.md) has the settings that are changed most.
 A key is set in the file or on the command line, as `outer.codec=int8`. The keys before `island` are the same on every
-island of a run. `island` is what each island decides for itself, and `islands` what differs between those of one file.
+island of a run. `island` has what each island decides for itself, and `islands` the differences between islands.
 """
 
 
@@ -24,7 +25,8 @@ class Setting:
     """A key of the config."""
 
     key: str
-    """With its sections, for example `outer.optimizer.lr`. `[]` follows a list of sections: `data.mixture[].weight`."""
+    """Name with sections, for example `outer.optimizer.lr`. `[]` follows a list of sections:
+    `data.mixture[].weight`."""
     allowed: str
     default: str
     meaning: str
@@ -32,22 +34,22 @@ class Setting:
 
 @cache
 def config_schema() -> dict[str, Any]:
-    """The JSON Schema of a config file, with which editors complete and check keys."""
+    """Return the JSON Schema of a config file, with which editors complete and check keys."""
     return Config.model_json_schema()
 
 
 def list_settings() -> list[Setting]:
-    """All settings, in the order of the config."""
+    """Return all settings, in the order of the config."""
     return list(_settings_of(config_schema(), ""))
 
 
 def find_settings(text: str) -> list[Setting]:
-    """The settings whose key or meaning contains the text, whatever its case."""
+    """Return the settings whose key or meaning contains the text, regardless of case."""
     return [each for each in list_settings() if text.lower() in f"{each.key} {each.meaning}".lower()]
 
 
 def settings_page() -> str:
-    """The page of all settings in Markdown, docs/settings.md."""
+    """Return the page of all settings in Markdown, docs/settings.md."""
     lines = [PAGE_HEAD, "| key | allowed | default | meaning |", "|---|---|---|---|"]
     for each in list_settings():
         cells = (f"`{each.key}`", each.allowed, f"`{each.default}`", each.meaning)
@@ -67,7 +69,8 @@ def _settings_of(section: dict[str, Any], prefix: str) -> Iterator[Setting]:
 
 
 def _sections_below(field: dict[str, Any]) -> dict[str, Any] | None:
-    """The section that a key holds, or of which it holds a list; None if it holds a value."""
+    """Return the section that a key holds, or whose list it holds; None if the key holds a
+    value."""
     forms = [field, *field.get("anyOf", ()), field.get("items", {})]
     names = [form["$ref"].rpartition("/")[2] for form in forms if "$ref" in form]
     return config_schema()["$defs"][names[0]] if names else None
@@ -101,7 +104,7 @@ def _empty(field: dict[str, Any]) -> list[Any] | dict[str, Any]:
 
 
 def _value_text(value: Any) -> str:
-    """As in YAML."""
+    """Return a value as YAML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, bool) or value is None:

@@ -1,4 +1,5 @@
-"""The config of a run: loading, overrides, validation and hash. Importing this does not import torch.
+"""The config of a run: loading, overrides, validation and hash. Importing this does not import
+torch.
 
 One YAML file holds two kinds of config:
 
@@ -46,20 +47,25 @@ class RunConfig(Section):
     name: str = Field(default="run", pattern=f"^{RUN_NAME}$")
     """Name of the run: its folder in island.run_dir, and part of its identity in the swarm."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the initial weights, of the reading order and of all other random numbers of the run."""
+    """Seed of the initial weights, of the reading order and of all other random numbers of the
+    run."""
     order_seed: int | None = Field(default=None, ge=0)
-    """Seed of the reading order alone, to tell its effect from that of the initial weights. null: that of the run."""
+    """Seed of the reading order alone, to separate its effect from the effect of the initial
+    weights. null uses `seed`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     outer: OuterConfig = OuterConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     stages: tuple[StageConfig, ...] = ()
-    """Changes of mixture, length of sequences, batch and learning rate in the course of the run. Empty: none."""
+    """Changes of mixture, sequence length, batch size and learning rate during the run. Empty:
+    none."""
     params: str = ""
-    """What identifies the trained parameters where `diloco.Islands` runs in a loop of one's own; filled in by it."""
+    """Identifies the trained parameters if your own training loop uses `diloco.Islands`, which
+    fills it in."""
     code_sha256: dict[str, str] = Field(default_factory=dict)
-    """Hash of the file of own code, by import path; filled in when the run starts, and no part of the run's hash."""
+    """Hash of each file of own code, by import path. It is filled in when the run starts, and not
+    part of the run's hash."""
 
     @model_validator(mode="after")
     def _moments_are_adamws(self) -> "RunConfig":
@@ -79,7 +85,7 @@ class RunConfig(Section):
 
     @property
     def reading_seed(self) -> int:
-        """The seed that the reading order follows from."""
+        """The seed of the reading order."""
         return self.seed if self.order_seed is None else self.order_seed
 
     @property
@@ -89,12 +95,12 @@ class RunConfig(Section):
 
     @property
     def total_tokens(self) -> int:
-        """Number of tokens in all inner steps of the run, over the islands that it starts with."""
+        """Number of tokens in all inner steps of the run, over the islands with which it starts."""
         return self.total_steps * self.optimizer.tokens_per_step * self.outer.start_islands
 
     @property
     def hash(self) -> str:
-        """Hex digest of all values that the islands must agree on."""
+        """Hex digest of all values on which the islands must agree."""
         unset = {name for name in ("params", "stages") if not getattr(self, name)}
         unset |= {"order_seed"} if self.order_seed is None else set()
         not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
@@ -104,7 +110,8 @@ class RunConfig(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def initial_weights(self, island: IslandConfig) -> Path | None:
-        """Folder of the weights that the island starts from; None if it uses the seed or takes the state of others."""
+        """Return the folder of the weights from which the island starts; None for the seed's
+        weights or another's state."""
         if self.model.init_from is None or island.joins:
             return None
         return home_path(island.init_from or self.model.init_from, "model.init_from")
@@ -115,7 +122,8 @@ class Config(RunConfig):
 
     island: IslandConfig = IslandConfig()
     islands: tuple[dict[str, Any], ...] = ()
-    """What is different on each island: an entry for each, with keys of `island`. `simulate` starts as many islands."""
+    """Settings of `island` that differ between islands: one entry per island. `simulate` starts one
+    island per entry."""
 
     @model_validator(mode="after")
     def _islands_are_valid(self) -> "Config":
@@ -125,11 +133,11 @@ class Config(RunConfig):
 
     @property
     def run(self) -> RunConfig:
-        """The part that all islands share."""
+        """The part of the config that all islands share."""
         return RunConfig(**{key: getattr(self, key) for key in RunConfig.model_fields})
 
     def for_island(self, index: int) -> IslandConfig:
-        """The config of one island: `island`, overridden by `islands[index]`."""
+        """Return the config of one island: `island`, overridden by `islands[index]`."""
         change = self.islands[index] if index < len(self.islands) else {}
         try:
             return IslandConfig(**merge(self.island.model_dump(), {"index": index} | change))
@@ -138,19 +146,21 @@ class Config(RunConfig):
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """Load a YAML file, apply `section.key=value` overrides, read sizes from model.init_from. Raises ConfigError."""
+    """Load a YAML file, apply `section.key=value` overrides, read sizes from model.init_from.
+    Raises ConfigError."""
     path = Path(path)
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text in UTF-8; a config is a YAML file, like those in configs/") from None
+        raise ConfigError(f"{path} is not text in UTF-8; a config is a YAML file, like those in configs/") from None
     return fill_sizes(parse_config(text, overrides, where=str(path)))
 
 
 def fill_sizes(config: Config) -> Config:
-    """The config with the sizes of the model that model.init_from names, if it names one. Raises ConfigError."""
+    """Return the config with the sizes of the model that model.init_from names, if any. Raises
+    ConfigError."""
     try:
         folder = config.initial_weights(config.for_island(config.island.index))
         if folder is None:
@@ -163,7 +173,8 @@ def fill_sizes(config: Config) -> Config:
 
 
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
-    """Parse a YAML text and apply overrides. Errors name the text by `where`. Raises ConfigError."""
+    """Parse a YAML text and apply overrides. Error messages call the text `where`. Raises
+    ConfigError."""
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -181,12 +192,12 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
 
 
 def dump_config(config: BaseModel) -> str:
-    """The resolved config as YAML with all values, defaults included."""
+    """Return the resolved config as YAML with all values, defaults included."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def at_stage(run: RunConfig, number: int) -> RunConfig:
-    """The config that holds in a stage of the run, by its number from 0."""
+    """Return the config for stage `number` of the run, counted from 0."""
     if not run.stages:
         return run
     data, optimizer = run.stages[number].apply(run.data, run.optimizer)
@@ -194,7 +205,8 @@ def at_stage(run: RunConfig, number: int) -> RunConfig:
 
 
 def stage_rounds(run: RunConfig) -> tuple[int, ...]:
-    """The first round of each stage after the first: the first round of a cycle."""
+    """Return the first round of each stage after the first. It is always the first round of a
+    cycle."""
     outer, tokens = run.outer, [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
     a_step = outer.inner_steps * outer.start_islands
     cycles = count_stage_cycles(run.stages, [a_step * each for each in tokens])
@@ -202,32 +214,34 @@ def stage_rounds(run: RunConfig) -> tuple[int, ...]:
 
 
 def stage_in_round(run: RunConfig, number: int) -> int:
-    """The stage of the inner steps that are made for round `number`."""
+    """Return the index of the stage in which the inner steps for round `number` are made."""
     return sum(number >= first for first in stage_rounds(run))
 
 
 def most_tokens_per_step(run: RunConfig) -> int:
-    """Tokens of the largest step of an island in the run."""
+    """Return the tokens of an island's largest step in the run."""
     return max((at_stage(run, n).optimizer.tokens_per_step for n in range(len(run.stages))), default=0) or (
         run.optimizer.tokens_per_step
     )
 
 
 def longest_sequence(run: RunConfig) -> int:
-    """Tokens of the longest sequence of the run."""
+    """Return the tokens of the longest sequence of the run."""
     return max((at_stage(run, number).data.seq_len for number in range(len(run.stages))), default=run.data.seq_len)
 
 
 def check_stages_of_run(run: RunConfig) -> None:
-    """Raise ValueError if the run's stages cannot be followed."""
+    """Raise ValueError if the run's stages cannot be carried out."""
     if not run.stages:
         return
     if run.data.owners:
-        raise ValueError("stages: the place in a source that only some islands read (`only`) is that of one stage")
+        raise ValueError(
+            "stages: got a source that only some islands read (`only`), which is not possible; leave out one of the two"
+        )
     check_stages(run.stages, run.data, run.optimizer)
     if run.outer.gossip is not None or run.outer.wait_for == "quorum":
         how = "gossip" if run.outer.gossip is not None else "wait_for: quorum"
-        raise ValueError(f"stages begin with a round of all islands, and outer has {how}; take one of them out")
+        raise ValueError(f"stages begin with a round of all islands, and outer has {how}; leave out one of the two")
     if (needed := stage_rounds(run)[-1:]) and needed[0] >= run.outer.num_rounds:
         raise ValueError(
             f"stages: the last one would begin after {needed[0] // run.outer.fragments} cycles, and outer.rounds is "

@@ -1,7 +1,9 @@
-"""Measures what an inner step and an evaluation cost on one core: python -m diloco.experiments.calibrate FOLDER
+"""Measure what an inner step and an evaluation cost on one core: python -m
+diloco.experiments.calibrate FOLDER
 
-For each FOLDER/NAME.yaml, the config of a run, it makes a few steps of its first island and writes FOLDER/NAME.json.
-It is a process of its own because a process can open torch's groups only once, and computes on one thread as runs do.
+FOLDER/NAME.yaml is the config of a run. For each such file, the program makes a few steps of the
+config's first island and writes FOLDER/NAME.json. It is a process of its own because a process can
+open torch's process groups only once. It computes on one thread, as runs do.
 """
 
 import json
@@ -23,7 +25,8 @@ WARM_UP_STEPS, TIMED_STEPS = 1, 4
 
 
 def measure(config: Config) -> Cost:
-    """The costs of the config's first island, in seconds of a core. The process group must be open."""
+    """Return the costs of the config's first island, in core-seconds. The process group must be
+    open."""
     begun = time.process_time()
     run, island = config.run, config.for_island(0)
     corpus = load_corpus(run, island)
@@ -41,7 +44,7 @@ def measure(config: Config) -> Cost:
 
 
 def time_step(trainer: Trainer, micro_batches: list) -> float:
-    """Seconds of a core for one inner step."""
+    """Return the core-seconds of one inner step."""
     begun = time.process_time()
     trainer.step(micro_batches)
     return time.process_time() - begun

@@ -3,8 +3,8 @@
     FOLDER/experiment.yaml  summary.md  results.json  calibration.json  plots/*.png
            runs/LABEL-sSEED-ID/    config.yaml, records, log, and finished.json once the run is over
 
-A run is found by its id, which is a hash of its config: a row that was changed is another row, and one that was added
-runs alone.
+A run is found by its id, which is a hash of its config. A changed row therefore has new runs, and
+an added row needs only its own runs.
 """
 
 import os
@@ -23,12 +23,12 @@ from diloco.records.run_folder import METRICS, RunFacts, write_facts
 from inner.files import try_lock, write_atomically
 
 MOST_LABEL_CHARACTERS = 36
-"""Names of runs have at most 64 characters."""
+"""Longest name of a run."""
 CHECKPOINTS = "checkpoints"
 
 
 class ExperimentFolder:
-    """Where an experiment keeps its runs and its report."""
+    """The folder in which an experiment keeps its runs and its report."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,16 +54,17 @@ class ExperimentFolder:
         write_atomically(self.path / "experiment.yaml", dump_experiment(experiment))
 
     def find(self, run: Run) -> Path | None:
-        """The folder of a run that was started; None if it was not."""
+        """Return the folder of a run; None if the run was never started."""
         return next(iter(sorted(self.runs.glob(f"*-{run.run_id}"))), None)
 
     def result(self, run: Run) -> RunResult | None:
-        """The result of a run; None if it is not finished."""
+        """Return the result of a run; None if it is not finished."""
         found = self.find(run)
         return None if found is None else read_result(found)
 
     def create(self, run: Run) -> Path:
-        """The folder of a run with its config, made if it is not there. What it holds stays, to go on from it."""
+        """Create the folder of a run with its config, and return it. An existing folder keeps its
+        content to resume from."""
         folder = self.find(run) or self.runs / name_run(run)
         if not (folder / "config.yaml").exists():
             island = run.config.island.model_copy(update={"run_dir": str(self.runs)})
@@ -79,7 +80,7 @@ class ExperimentFolder:
         return folder
 
     def results(self, rows: Rows) -> dict[str, dict[int, RunResult]]:
-        """Results of the finished runs, by the row's id and the seed."""
+        """Return the results of the finished runs, by the row's id and the seed."""
         found: dict[str, dict[int, RunResult]] = {}
         for run in order(rows.rows):
             if (result := self.result(run)) is not None:
@@ -88,24 +89,26 @@ class ExperimentFolder:
 
 
 def order(rows: Sequence[Row]) -> list[Run]:
-    """All runs, first the first seed of each row, so that the whole table can be seen early."""
+    """Return all runs, beginning with the first seed of each row, so that the whole table can be
+    seen early."""
     most = max(len(row.seeds) for row in rows)
     return [row.run(row.seeds[index]) for index in range(most) for row in rows if index < len(row.seeds)]
 
 
 def name_run(run: Run) -> str:
-    """A name that says what the run is, and is its own."""
+    """Return a unique name of the run that describes it."""
     label = re.sub(r"[^a-z0-9.]+", "-", run.row.label.lower())[:MOST_LABEL_CHARACTERS].strip("-.")
     return f"{label}-s{run.seed}-{run.run_id}"
 
 
 def metrics_of(folder: Path, run: Run) -> Path:
-    """The records of the run's first island."""
+    """Return the path of the records of the run's first island."""
     return folder / run.config.for_island(0).label / METRICS
 
 
 def remove_checkpoints(folder: Path, run: Run, *, keeps_one: bool) -> None:
-    """Delete the checkpoints of a finished run. With `keeps_one` the newest of the first island stays."""
+    """Delete the checkpoints of a finished run. With `keeps_one` the newest checkpoint of the first
+    island stays."""
     for index in range(len(run.config.islands)):
         saved = folder / run.config.for_island(index).label / CHECKPOINTS
         doomed = sorted(saved.glob("step-*"))[:-1] if keeps_one and index == 0 else [saved]

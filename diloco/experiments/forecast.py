@@ -1,8 +1,10 @@
-"""How long an experiment will take: from finished runs of a row, or else from a calibration. No torch here.
+"""Forecast how long an experiment takes, from finished runs or else from a calibration. Does not
+import torch.
 
-A run of N islands in one process costs its start, N steps for each inner step and its evaluations, as calibrate.py
-measures them on one core; with gossip each island has params of its own to evaluate. Rounds are not calibrated; once
-rows have finished, the others are corrected by the ratio between what those took and what was expected.
+A run of N islands in one process costs its start, N steps for each inner step, and its evaluations,
+as calibrate.py measures them on one core. With gossip each island has its own params to evaluate.
+Rounds are not calibrated. Once some rows have finished, the forecasts of the other rows are scaled
+by the ratio of measured to calibrated time.
 """
 
 import hashlib
@@ -28,9 +30,10 @@ from inner.files import write_atomically
 CALIBRATION_SECONDS = 1800.0
 POLL_SECONDS = 0.05
 TIMED_SHARE = 0.5
-"""Of shorter pieces the start of the process is too large a part."""
+"""Least share of a run's steps that a process must have made for its time to count. In a shorter
+piece, the start of the process is too large a part of the time."""
 OF_A_RUN = ("name", "seed", "outer", "code_sha256")
-"""What a step's cost does not depend on."""
+"""Sections of the config that do not affect the cost of a step."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,15 @@ _PARSER = TypeAdapter(dict[str, Cost])
 
 @dataclass(frozen=True)
 class Forecast:
-    """Core-seconds of the whole of a row's runs, by the row's id."""
+    """Core-seconds of one whole run of each row, by the row's id."""
 
     core_seconds: Mapping[str, float]
     source: str
-    """Where they are from, for people."""
+    """Source of the numbers, as text for the user."""
 
 
 def kind_of(config: Config) -> str:
-    """A key that is equal for configs whose inner steps cost the same."""
+    """Return a key that is equal for configs whose inner steps cost the same."""
     island = config.for_island(0).model_dump(mode="json", include=set(ISLAND_KEYS))
     content = config.run.model_dump(mode="json", exclude=set(OF_A_RUN))
     for key in ("lr", "min_lr_ratio", "warmup_steps", "decay_steps", "schedule", "betas", "eps"):
@@ -65,7 +68,8 @@ def kind_of(config: Config) -> str:
 
 
 def calibrate(rows: Iterable[Row], folder: Path) -> dict[str, Cost]:
-    """Costs by kind of step, measured where FOLDER/calibration.json does not have them. Raises ConfigError."""
+    """Return the costs by kind of step. Measures those that FOLDER/calibration.json lacks. Raises
+    ConfigError."""
     path = folder / "calibration.json"
     try:
         known = _PARSER.validate_json(path.read_bytes())
@@ -91,14 +95,14 @@ def measure(configs: Mapping[str, Config], folder: Path) -> dict[str, Cost]:
     finally:
         stop([child])
     if child.exit_code:
-        raise ConfigError(f"the first steps of a run could not be made:\n{child.error_excerpt()}")
+        raise ConfigError(f"calibration: the first steps of a run failed:\n{child.error_excerpt()}")
     costs = {kind: Cost(**json.loads((folder / f"{kind}.json").read_text())) for kind in configs}
     shutil.rmtree(folder, ignore_errors=True)
     return costs
 
 
 def calibrated_seconds(row: Row, cost: Cost) -> float:
-    """Core-seconds of one run of the row as calibrated."""
+    """Return the core-seconds of one run of the row by the calibration."""
     config, islands = row.config, len(row.config.islands)
     evaluations = 1 + config.outer.rounds // config.evaluate.every_rounds
     evaluations *= 1 if config.outer.gossip is None else islands
@@ -106,28 +110,32 @@ def calibrated_seconds(row: Row, cost: Cost) -> float:
 
 
 def forecast(rows: Sequence[Row], results: Results, costs: Mapping[str, Cost]) -> Forecast:
-    """The core-seconds of one run of each row."""
+    """Forecast the core-seconds of one run of each row."""
     calibrated = {row.row_id: calibrated_seconds(row, costs[kind_of(row.config)]) for row in rows}
     measured = {row.row_id: seconds for row in rows if (seconds := measured_seconds(row, results))}
     ratio = median([seconds / calibrated[row_id] for row_id, seconds in measured.items()] or [1.0])
     source = "from a calibration of a few steps on one core"
     if measured:
-        source = f"of {len(measured)} rows from finished runs, of the others {source}"
-        source += f" times {ratio:.2f}, as finished runs say" if len(measured) < len(rows) else ""
+        source = f"of {len(measured)} rows from finished runs, of the other rows {source}"
+        source += f" times {ratio:.2f}, the ratio in finished runs" if len(measured) < len(rows) else ""
     if len(measured) == len(rows):
         source = "from finished runs of each row"
     return Forecast({row_id: measured.get(row_id, ratio * seconds) for row_id, seconds in calibrated.items()}, source)
 
 
 def measured_seconds(row: Row, results: Results) -> float | None:
-    """Core-seconds of a whole run by the row's finished runs; None if none was timed over most of its length."""
+    """Return the core-seconds of a whole run from the row's finished runs.
+
+    None if no run was timed over at least TIMED_SHARE of its length.
+    """
     total = row.config.total_steps
     timed = [result for result in results.get(row.row_id, {}).values() if result.steps_timed > TIMED_SHARE * total]
     return fmean(total * result.core_seconds / result.steps_timed for result in timed) if timed else None
 
 
 def wall_seconds(runs: Sequence[Run], expected: Forecast, at_once: int) -> float:
-    """Seconds until all runs are over if each begins, in order, when one of `at_once` cores is free."""
+    """Return the seconds until all runs are over if each run, in order, starts when one of
+    `at_once` cores is free."""
     free_at = [0.0] * at_once
     for run in runs:
         heapq.heapreplace(free_at, free_at[0] + expected.core_seconds[run.row.row_id])

@@ -1,7 +1,8 @@
-"""Runs the missing runs of an experiment, as many at once as the machine has cores, each in a process of its own.
+"""Run the missing runs of an experiment, one per core at the same time, each in its own process.
 
-A run is `diloco islands`: all islands as threads of one process, one of which computes at a time. It saves checkpoints,
-so that the run goes on from there when this process, the run or the machine is killed.
+A run is `diloco islands`: all islands are threads of one process, and one of them computes at a
+time. It saves checkpoints, so the run can resume after this process, the run or the machine is
+killed.
 """
 
 import os
@@ -28,9 +29,10 @@ from inner.errors import InputError
 
 POLL_SECONDS = 0.2
 LINE_SECONDS = 60.0
-"""How often the state is printed where there is no terminal to show it on."""
+"""Seconds between two prints of the state where no terminal shows it."""
 STALL_SECONDS = 3600.0
-"""A run that records nothing for so long is ended. Its next start goes on from its last checkpoint."""
+"""A run that records nothing for this time is ended. Its next start resumes from its last
+checkpoint."""
 
 
 @dataclass
@@ -44,12 +46,13 @@ class ActiveRun:
     steps: int = 0
     """Inner steps of the run that its first island has made."""
     steps_made: int = 0
-    """Those of them that this process has made."""
+    """The inner steps that this process has made, without those of earlier processes."""
     core_seconds: float = 0.0
     last_record_at: float = field(default_factory=time.monotonic)
 
     def poll(self) -> None:
-        """Read what the run has recorded since the last call. Before `exit_code`, which frees the process's times."""
+        """Read the run's new records. Must be called before `exit_code`, which frees the process's
+        times."""
         self.core_seconds = max(self.core_seconds, read_core_seconds(self.child.process.pid) or 0.0)
         records = self.tail.new_records()
         steps = [record.step for record in records if isinstance(record, StepRecord)]
@@ -64,7 +67,8 @@ class ActiveRun:
 
 
 class RunPool:
-    """Works through runs in order. Runs that fail are left out, and are tried again by the next command."""
+    """Works through runs in order. A failed run is left out, and the next command tries it
+    again."""
 
     def __init__(self, folder: ExperimentFolder, runs: Sequence[Run], at_once: int, console: Console) -> None:
         self.folder, self.waiting, self.at_once, self.console = folder, list(runs), at_once, console
@@ -73,7 +77,8 @@ class RunPool:
         self.num_done = 0
 
     def work(self, expected: Forecast, on_finished: Callable[[Run], None]) -> None:
-        """Run all. `on_finished` is called after each success. However it ends, no process is left."""
+        """Run all runs. `on_finished` is called after each success. No process is left, even after
+        an exception."""
         line_at = time.monotonic()
         try:
             with self.console.status("") as status:
@@ -92,7 +97,7 @@ class RunPool:
             stop([active.child for active in self.active])
 
     def describe(self, expected: Forecast) -> str:
-        """The state on one line."""
+        """Return the state as one line of text."""
         now = ", ".join(f"{active.run.label}: {active.share:.0%}" for active in self.active)
         seconds = wall_seconds(self.waiting, expected, self.at_once)
         seconds += max((self._seconds_left(active, expected) for active in self.active), default=0.0)
@@ -101,20 +106,22 @@ class RunPool:
     def _start(self, run: Run) -> ActiveRun:
         folder = self.folder.create(run)
         command = [sys.executable, "-m", "diloco", "islands", str(folder / "config.yaml"), "--processors", "1"]
-        # The folder may have been moved since it was made.
+        # The experiment's folder may have been moved since the run's folder was created.
         child = start(run.label, [*command, f"island.run_dir={folder.parent}"], folder / LOG, ONE_ARENA)
         tail = Tail(metrics_of(folder, run))
         before = [record.step for record in tail.new_records() if isinstance(record, StepRecord)]
-        text = f" goes on, stopped after inner step {before[-1]}" if before else " begins"
+        text = f" resumes, stopped after inner step {before[-1]}" if before else " begins"
         self.console.print(run.label + text, soft_wrap=True, highlight=False)
         return ActiveRun(run, folder, child, tail, steps=before[-1] if before else 0)
 
     def _attend(self, active: ActiveRun, on_finished: Callable[[Run], None]) -> None:
-        """Look at a run, and take it off the list if it is over."""
+        """Check a run, and remove it from the active runs if it is over."""
         active.poll()
         exit_code = active.child.exit_code
         if exit_code is None and time.monotonic() > active.last_record_at + STALL_SECONDS:
-            self.console.print(f"{active.run.label}: nothing was recorded for {STALL_SECONDS:.0f} s; it is ended")
+            self.console.print(
+                f"{active.run.label}: nothing was recorded for {STALL_SECONDS:.0f} s; the run is stopped"
+            )
             stop([active.child])
             exit_code = active.child.exit_code or 1
         if exit_code is None:
@@ -130,7 +137,7 @@ class RunPool:
             print_failure(active.child, self.console)
 
     def _finish(self, active: ActiveRun) -> bool:
-        """Keep the result of a run that has ended. Returns whether it has one."""
+        """Keep the result of a run that has ended. Return whether it has a result."""
         times = {"core_seconds": active.core_seconds, "steps_timed": active.steps_made}
         try:
             result = measure_run(active.folder, active.run, **times)
@@ -148,15 +155,16 @@ class RunPool:
 
 
 def read_core_seconds(pid: int) -> float | None:
-    """Processor time of a process that has not been waited for; None where the system does not tell."""
+    """Return the processor time of a process that has not been waited for; None where the system
+    does not report it."""
     with suppress(OSError, IndexError, ValueError):
-        # The name, in brackets, may hold spaces.
+        # The name, in brackets, may contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return None
 
 
 def clean(folder: ExperimentFolder, run: Run, *, keeps_one: bool) -> None:
-    """Delete checkpoints that a finished run needs no more."""
+    """Delete checkpoints that a finished run no longer needs."""
     if (found := folder.find(run)) is not None:
         remove_checkpoints(found, run, keeps_one=keeps_one)

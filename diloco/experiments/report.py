@@ -1,4 +1,4 @@
-"""Writes the report of an experiment: the table, the plots and the summary of the runs that are finished."""
+"""Write the report of an experiment: the table, the plots and the summary of the finished runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +16,12 @@ from diloco.formatting import align, parse_bits_per_second, parse_seconds
 from diloco.planning.predict import LinkSpeed
 
 Costs = Mapping[str, Cost]
-"""Costs by the kind of an inner step."""
+"""Costs by the kind of inner step."""
 
 
 def write_report(folder: ExperimentFolder, experiment: Experiment, rows: Rows, costs: Costs) -> list[TableLine]:
-    """Write the summary and the plots of what is finished. Returns the table's lines, none if nothing is."""
+    """Write the summary and the plots of the finished runs. Return the table's lines; none if no
+    run is finished."""
     results = folder.results(rows)
     if not results:
         return []
@@ -36,7 +37,7 @@ def write_report(folder: ExperimentFolder, experiment: Experiment, rows: Rows, c
 
 
 def print_report(folder: ExperimentFolder, lines: Sequence[TableLine], console: Console) -> None:
-    """Print the table and where the rest is."""
+    """Print the table and the path of the full report."""
     if not lines:
         console.print("no run is finished yet")
         return
@@ -46,7 +47,8 @@ def print_report(folder: ExperimentFolder, lines: Sequence[TableLine], console: 
 
 
 def simulate_seconds(experiment: Experiment, rows: Rows, costs: Costs) -> tuple[int, dict[str, float]]:
-    """The number of machines of data-parallel training, and seconds of a step with its communication by row."""
+    """Return the number of machines for data-parallel training, and seconds per step with
+    communication by row id."""
     num_machines = max(len(row.config.islands) for row in rows.rows)
     link = LinkSpeed(parse_bits_per_second(experiment.report.link), parse_seconds(experiment.report.rtt))
     machines = Machines(num_machines, link)
@@ -60,11 +62,11 @@ def simulate_seconds(experiment: Experiment, rows: Rows, costs: Costs) -> tuple[
 
 
 def describe_clock(experiment: Experiment, num_machines: int) -> str:
-    """How the simulated wall clock was reached."""
+    """Return a text about how the simulated wall clock is computed."""
     settings = experiment.report
-    step = "as one core of this machine" if settings.step_seconds is None else f"{settings.step_seconds:g} s"
+    step = "as long as on one core of this machine" if settings.step_seconds is None else f"{settings.step_seconds:g} s"
     return (
-        f"Simulated time: one machine for each island, {num_machines} for data-parallel training, links of "
-        f"{settings.link} and {settings.rtt}; an inner step takes {step}; rounds by the formulas of `diloco plan`, "
-        "without evaluations."
+        f"Simulated time: one machine for each island, {num_machines} for data-parallel training, "
+        f"links of {settings.link} and {settings.rtt}; an inner step takes {step}; rounds take "
+        "what the formulas of `diloco plan` predict, without evaluations."
     )

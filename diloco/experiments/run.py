@@ -1,4 +1,5 @@
-"""`diloco experiment FILE`: say how long it takes, run what is missing, write the report. Read this first."""
+"""`diloco experiment FILE`: print the forecast, run what is missing, write the report. Read this
+file first."""
 
 import os
 import signal
@@ -30,15 +31,16 @@ class ExperimentRequest:
     only: Sequence[str] = ()
     """Numbers of rows, or parts of their labels; empty: all rows."""
     at_once: int | None = None
-    """Runs at the same time; None: as many as there are cores, and one where runs use a GPU."""
+    """Number of runs at the same time; null: one per core, or a single one if runs use a GPU."""
     is_plan: bool = False
-    """Only say what would run and how long that takes."""
+    """Only print which runs are missing and how long they take."""
     out: Path | None = None
     """Folder of the experiment; None: experiments/NAME in the run_dir of its config."""
 
 
 def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> int:
-    """Run the experiment. Returns exit status 0 if no run failed, else 1; 130 if interrupted. Raises ConfigError."""
+    """Run the experiment. Return exit status 0 if no run failed, else 1; 130 if interrupted. Raises
+    ConfigError."""
     experiment = load_experiment(path)
     rows = build_rows(experiment)
     for row in rows.rows:
@@ -71,17 +73,17 @@ def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> 
             report.print_report(folder, report.write_report(folder, experiment, rows, costs), console)
             return 1 if pool.failed else 0
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command goes on from here: {folder.path}", soft_wrap=True)
+        console.print(f"stopped; the same command continues from here: {folder.path}", soft_wrap=True)
         return INTERRUPTED
 
 
 def default_folder(experiment: Experiment, rows: Rows) -> Path:
-    """Where an experiment is kept unless the command line says otherwise."""
+    """Return the folder of an experiment if the command line names none."""
     return rows.rows[0].config.island.runs / "experiments" / experiment.name
 
 
 def count_at_once(rows: Rows) -> int:
-    """One run for each core, or one in all if runs use a GPU."""
+    """Return the number of runs at the same time: one per core, or one in all if runs use a GPU."""
     devices = {row.config.for_island(0).device for row in rows.rows}
     if "cuda" in devices or ("auto" in devices and list_gpus()):
         return 1
@@ -90,7 +92,7 @@ def count_at_once(rows: Rows) -> int:
 
 def print_plan(rows: Rows, results: dict[str, dict[int, RunResult]], expected: Forecast, console: Console) -> None:
     """Print every row with its size, its finished runs and the time of one run."""
-    lines = [("row", "number", "parameters", "tokens", "steps", "runs done", "core-minutes a run")]
+    lines = [("row", "number", "parameters", "tokens", "steps", "runs done", "core-minutes per run")]
     for number, row in enumerate(rows.rows, 1):
         steps = row.config.total_steps
         done = f"{len(results.get(row.row_id, {}))} of {len(row.seeds)}"
@@ -101,7 +103,7 @@ def print_plan(rows: Rows, results: dict[str, dict[int, RunResult]], expected: F
 
 
 def print_length(missing: Sequence[Run], expected: Forecast, at_once: int, console: Console) -> None:
-    """Print how long the missing runs take, and how that is known."""
+    """Print how long the missing runs take, and where the times come from."""
     seconds = sum(expected.core_seconds[run.row.row_id] for run in missing)
     wall = human_seconds(wall_seconds(missing, expected, at_once))
     text = f"{len(missing)} runs to make: {seconds / 60:.1f} core-minutes, about {wall} with {at_once} at once"

@@ -1,1 +1,2 @@
-"""Islands around a training loop that is not ours: `diloco.Islands`, a few lines in a loop of one's own."""
+"""Islands around a training loop that is not part of this project: `diloco.Islands`, a few lines in
+your own loop."""

@@ -1,4 +1,5 @@
-"""`diloco.data`: the text of the run's config in a loop of one's own, each unit of it read by one island only.
+"""`diloco.data`: the text of the run's config for your own loop. Only one island reads each unit of
+the text.
 
 islands = diloco.Islands("run.yaml", model, optimizer)     # run.yaml has `data` and `optimizer.tokens_per_step`
 for batch in diloco.data(islands):
@@ -27,9 +28,10 @@ class Sequences(NamedTuple):
     """Some sequences of text, on the CPU."""
 
     inputs: Tensor
-    """What the model reads, int64 [sequences, seq_len]."""
+    """The model's input, int64 [sequences, seq_len]."""
     targets: Tensor
-    """The token after each of them, int64 of the same shape; -100 where nothing is learned."""
+    """The token after each input token, int64 [sequences, seq_len]; -100 where nothing is
+    learned."""
 
     @property
     def num_tokens(self) -> int:
@@ -38,31 +40,34 @@ class Sequences(NamedTuple):
 
 
 class LeasedData:
-    """The text of a run, as one island reads it. Iterate over it once, and call `Islands.step` after each batch."""
+    """The text of a run as one island reads it. Iterate over it only once, and call `Islands.step`
+    after each batch."""
 
     def __init__(self, islands: Islands, text: OwnData, share: tuple[int, int]) -> None:
-        """`share`: which of how many equal shares of each unit this rank reads."""
+        """Create the data. `share`: (index, number) of the equal share of each unit that this rank
+        reads."""
         self._islands, self._text, self._share = islands, text, share
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the tokenizer has."""
+        """Number of tokens in the tokenizer's vocabulary."""
         return self._text.corpus.vocab_size
 
     def __iter__(self) -> Iterator[Sequences]:
-        """This rank's share of each unit that the island may train on, until the run is over.
+        """Yield this rank's share of each unit that the island may train on, until the run is over.
 
-        No unit is given to two islands, and one whose island was lost is given to another. Stages of the run change
-        how many sequences a batch has, and their length.
+        No unit is given to two islands, but the units of a lost island are given to other islands.
+        Stages of the run change the number of sequences in a batch, and their length.
         """
         for unit in self._islands.units():
             yield cut(self._text.read(unit, self._islands.unit_number, self._share).micro_batches[0])
 
     def heldout(self, num_tokens: int = HELDOUT_TOKENS, batch_size: int = 8) -> Iterator[Sequences]:
-        """Text that is never trained on: this rank's share of about `num_tokens`, the same on every island.
+        """Yield text that is never trained on: this rank's share of about `num_tokens`, the same on
+        every island.
 
-        All ranks get the same number of batches of `batch_size` sequences. Sequences that fill up the last ones have
-        no target to learn.
+        All ranks get the same number of batches of `batch_size` sequences. The last batches are
+        filled up with sequences without a target to learn.
         """
         seq_len = self._text.config.data.seq_len
         for window in heldout_windows(self._text.corpus, seq_len, num_tokens, *self._share, micro_batch=batch_size):
@@ -70,11 +75,12 @@ class LeasedData:
 
 
 def data(islands: Islands, *, rank: int | None = None, num_ranks: int | None = None) -> LeasedData:
-    """The text of `data` in the config of `islands`, which it has read and tokenised already.
+    """Return the text of `data` in the config of `islands`, which has been read and tokenised
+    already.
 
-    Each rank of the island reads its share of every unit. Where ranks compute on the same text together (tensor or
-    context parallel), give the number of the share as `rank` and the number of shares as `num_ranks`. Raises
-    ConfigError.
+    Each rank of the island reads its share of every unit. If several ranks compute on the same text
+    (tensor or context parallel), give the index of the share as `rank` and the number of shares as
+    `num_ranks`. Raises ConfigError.
     """
     text = islands.use_data()
     here = islands.place if rank is None or num_ranks is None else (rank, num_ranks)
@@ -95,7 +101,8 @@ def data(islands: Islands, *, rank: int | None = None, num_ranks: int | None = N
 
 
 def cut(window_BT: Tensor) -> Sequences:
-    """Inputs and targets of windows of seq_len + 1 tokens."""
+    """Return the inputs and targets of windows of seq_len + 1 tokens."""
     inputs_BT, targets_BT = decode(window_BT)
-    # What fills up held-out batches is no token; a model must be able to look it up.
+    # The value that fills up held-out batches is not a token, but a model must be able to look it
+    # up in its table.
     return Sequences(torch.clamp(inputs_BT[:, :-1], min=0), targets_BT[:, 1:].contiguous())

@@ -3,7 +3,7 @@
 islands = IslandsCallback("run.yaml")
 fabric = Fabric(callbacks=[islands]); fabric.launch()
 model, optimizer = fabric.setup(model, optimizer)         # enters the run
-scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # goes on where the run is
+scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # continues at the run's step
 for batch in islands.until_over(loader):
     ...; optimizer.step()                                 # counts; launches and lands rounds
 """
@@ -26,7 +26,7 @@ class IslandsCallback:
     """Makes the processes of a `Fabric` one island of a run, with one model and one optimizer."""
 
     islands: Islands
-    """Made by `fabric.setup`."""
+    """The islands, created in `fabric.setup`."""
 
     def __init__(
         self,
@@ -37,20 +37,21 @@ class IslandsCallback:
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokens_per_step`: the weight of a step on each rank, as Fabric does not know its batches.
+        """Create the callback. `tokens_per_step`: weight of a step on each rank, because Fabric
+        does not know its batches.
 
-        `optimizer` is needed for `outer.moments` only. `state`: as for `Islands`.
+        `optimizer` is only needed for `outer.moments`. `state`: as for `Islands`.
         """
         self._config, self._overrides, self._state = config, overrides, state
         self._tokens, self._optimizer = tokens_per_step, optimizer
         self._schedulers: list[Scheduler] = []
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
-        """Fabric has set up the model: enter the run."""
+        """Enter the run, after Fabric has set up the model."""
         self.islands = Islands(self._config, module, self._optimizer, self._overrides, state=self._state)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has made a step."""
+        """Count a step, after the optimizer has made it."""
         expected = self.islands.steps + 1
         self.islands.step(self._tokens)
         if (num_missed := self.islands.steps - expected) > 0:
@@ -58,16 +59,19 @@ class IslandsCallback:
                 skip_steps(scheduler, num_missed, self.islands.steps)
 
     def follow(self, scheduler: S, steps: int = 0) -> S:
-        """Let a schedule go on where the run is, now and when this island has missed rounds. Call it after `setup`.
+        """Make a schedule continue at the run's step, now and after this island has missed rounds.
+        Call it after `setup`.
 
-        `steps`: those behind the schedule, if its state was loaded. Your loop calls `scheduler.step` as ever.
+        `steps`: number of steps that a schedule with loaded state has made already. Your loop calls
+        `scheduler.step` as usual.
         """
         skip_steps(scheduler, self.islands.steps - steps, self.islands.steps)
         self._schedulers.append(scheduler)
         return scheduler
 
     def until_over(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches until the run is over, again and again if there are too few. Leaves the run at the end."""
+        """Yield batches until the run is over, repeating them if there are too few. Leaves the run
+        at the end."""
         with self.islands as islands:
             num_before = -1
             number = 0

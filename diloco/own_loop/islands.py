@@ -1,4 +1,4 @@
-"""`diloco.Islands`: one model trained by many islands, in a training loop of one's own.
+"""`diloco.Islands`: one model trained by many islands, in your own training loop.
 
     islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the state of the others
     for batch in loader:
@@ -43,10 +43,12 @@ from outer.report import RoundReport
 
 
 class Islands:
-    """This process's side of an island. Every rank of the island makes it and calls each method, in the same order.
+    """This process's side of an island. Every rank of the island must create it and call its
+    methods in the same order.
 
-    Parameters that require gradients are averaged between islands; buffers and frozen parameters stay as they are, so
-    they must be the same everywhere. Begin from the same parameters on every island.
+    Parameters that require gradients are averaged between islands. Buffers and frozen parameters
+    are not changed, so they must be the same everywhere. Begin from the same parameters on every
+    island.
     """
 
     def __init__(
@@ -58,12 +60,13 @@ class Islands:
         *,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Enter the run. Blocks until the other islands of its start are there, or this one has taken their state.
+        """Enter the run. Blocks until the run's first islands are here, or until this island has
+        taken another one's state.
 
-        `config`: a YAML file or the same as a dict, with `outer`, `island`, `name`, `seed`; `overrides` are
-        `section.key=value`. `optimizer` is needed for `outer.moments` only, and gives the recorded learning rate.
-        `state` is what `state_dict` returned on this rank; load the model's own state first. Raises ConfigError,
-        InputError or OuterError.
+        `config`: a YAML file, or a dict with the same content (`outer`, `island`, `name`, `seed`).
+        `overrides` are `section.key=value`. `optimizer` is only needed for `outer.moments`, and for
+        recording the learning rate. `state`: the result of `state_dict` on this rank; load the
+        model's own state first. Raises ConfigError, InputError or OuterError.
         """
         read = read_config(config, overrides)
         check_entry(read.run, read.island)
@@ -80,22 +83,25 @@ class Islands:
             self._open(stack)
             self._begin(None if state is None else parse_state(state))
             self._resources = stack.pop_all()
-        # A process that ends says goodbye, so that the others need not find out.
+        # A process that ends announces it, so that the other islands need not detect it.
         atexit.register(self.close)
         self._stepped_at = time.monotonic()
 
     # -- training ---------------------------------------------------------------------------------------------
 
     def step(self, tokens: int, loss: float | torch.Tensor | None = None) -> RoundReport | None:
-        """Count one optimizer step, and launch and land rounds when they are due. Call it after `optimizer.step`.
+        """Count one optimizer step, and launch and land rounds when they are due. Call it after
+        `optimizer.step`.
 
-        `tokens`: those of this rank's batches in the step; those of all ranks are added up. Ranks that compute on the
-        same text together (tensor, context parallel) give it on one of them and 0 on the others. `loss` is recorded.
-        Returns the report of a round that has landed, after which the model continues from the global parameters.
-        Raises OuterError when the run cannot go on, and ConfigError in a round if the model has got other parameters.
+        `tokens`: number of tokens in this rank's batches of the step; the sum over all ranks is
+        used. If several ranks compute on the same text (tensor or context parallel), give the
+        number on one of them and 0 on the others. `loss` is recorded. Returns the report of a round
+        that has landed; the model then continues from the global params. Raises OuterError if the
+        run cannot continue, and ConfigError in a round if the model's parameters have been
+        replaced.
         """
         if self.is_over:
-            raise RuntimeError("the island's run is over: leave the loop when islands.is_over")
+            raise RuntimeError("the island's run is over: leave the loop when islands.is_over is True")
         self._network.require()
         if self._data is not None:
             self._data.require_use()
@@ -124,34 +130,39 @@ class Islands:
 
     @property
     def round(self) -> int:
-        """The round that inner steps are made for."""
+        """Number of the round for which inner steps are made."""
         return self._outer.round
 
     @property
     def steps(self) -> int:
-        """Inner steps of the whole run before the next one: where schedules are, also of an island that comes back."""
+        """Number of inner steps that the whole run has made so far. Schedules follow it, even after
+        an absence."""
         return self._rounds.inner_step
 
     @property
     def is_settled(self) -> bool:
-        """Whether `state_dict` would leave the model as it is: no round is in flight, or prepared by a quorum."""
+        """Whether `state_dict` would leave the model unchanged: no round is in flight or prepared
+        by a quorum."""
         return self._rounds.is_settled
 
     @property
     def stage(self) -> int:
-        """Which of the `stages` of the config the next step is of, from 0. A loop sets its learning rate by it."""
+        """Index, from 0, of the config's stage to which the next step belongs. A loop sets its
+        learning rate by it."""
         return 0 if self._data is None else self._data.stage
 
     @property
     def digest(self) -> str:
-        """Digest of the committed parameters and outer momentum, equal on all islands of the run."""
+        """Digest of the committed parameters and outer momentum. It is equal on all islands of the
+        run."""
         return self._outer.digest
 
     def units(self) -> Iterator[int]:
-        """The units of data that this island may train on, one for each step, until the run is over.
+        """Yield the units of data that this island may train on, one for each step, until the run
+        is over.
 
-        A unit is the number of one step's data of one island: no two islands get the same, and one whose island was
-        lost is given to another. Draw the next only after `step`.
+        A unit is the number of one step's data of one island. No two islands get the same unit, but
+        the units of a lost island are given to other islands. Take the next unit only after `step`.
         """
         while not self.is_over:
             self._rounds.go_on()
@@ -159,13 +170,15 @@ class Islands:
                 if self._data is not None:
                     self._data.batches.expect(self._outer.cursor.coming)
                 self.unit_number = self._outer.cursor.num_own
-                """How many units the island had read before this one, where it has data of its own."""
+                """Number of units that the island had read before this one, if the text is its
+                own."""
                 self._unit, self._has_unit = self._outer.cursor.next_unit(), True
             yield self._unit
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
-        """The model holds the global parameters inside the block, for evaluation. A round in flight lands before."""
+        """Put the global params into the model inside the block, for evaluation. A round in flight
+        lands first."""
         self._require_between_steps("global_params")
         if isinstance(self._rounds, IslandRounds):
             self._rounds.land_now()
@@ -174,11 +187,12 @@ class Islands:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of this rank in the island, and how many there are."""
+        """Index of this rank in the island, and number of its ranks."""
         return self._ranks.rank, self._ranks.num_ranks
 
     def use_data(self) -> OwnData:
-        """The text of the config, for `diloco.data`. Raises ConfigError if the config names none."""
+        """Return the text of the config, for `diloco.data`. Raises ConfigError if the config names
+        none."""
         if self._data is None:
             raise ConfigError(
                 "diloco.data: the config has no `data`; give `data` (source, seq_len, ...) and "
@@ -190,10 +204,12 @@ class Islands:
     # -- saving and leaving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state of the outer loop, to be saved beside the model's and the optimizer's.
+        """Return this rank's state of the outer loop. Save it beside the states of the model and
+        the optimizer.
 
-        Torch can load it with `weights_only=True`. A round in flight lands before; with `outer.wait_for: quorum` the
-        island contributes. Call it after `step` and before the next unit is drawn.
+        Torch can load it with `weights_only=True`. A round in flight lands first. With
+        `outer.wait_for: quorum` the island first contributes to a round. Call it after `step` and
+        before taking the next unit.
         """
         self._require_between_steps("state_dict")
         self._rounds.land_now()
@@ -201,11 +217,13 @@ class Islands:
         return SavedState(facts, tensors, self._rounds.resume_point, self.config.run.hash).to_dict()
 
     def leave(self) -> None:
-        """Leave the run after saying goodbye, and free the network. Idempotent."""
+        """Announce that the island leaves the run, and free the network. Further calls do
+        nothing."""
         self.close("the loop leaves")
 
     def close(self, why: str = "the loop has ended") -> None:
-        """As `leave`. It is called at the end of a `with` block and of the process."""
+        """Leave the run like `leave`. It is called at the end of a `with` block and of the
+        process."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -252,7 +270,8 @@ class Islands:
         return self._participation.outer
 
     def _begin(self, saved: SavedState | None) -> None:
-        """Enter the run, and go on inside a round if the saved state is still that of the run."""
+        """Enter the run. Continue inside a round if the saved state is still the state of the
+        run."""
         outer, self._is_closed = self._outer, False
         if saved is not None:
             saved.check(self.config.run.hash)
@@ -268,12 +287,16 @@ class Islands:
         self._rounds.proceed()
 
     def _require_between_steps(self, what: str) -> None:
-        """Raise RuntimeError between drawing a unit and its step: the unit would count as trained and is not."""
+        """Raise RuntimeError between taking a unit and its step: the unit would count as trained
+        although it is not."""
         if self._has_unit:
-            raise RuntimeError(f"{what}: a unit of data is drawn and not counted yet; call it after islands.step")
+            raise RuntimeError(
+                f"{what}: a unit of data was taken and its step is not counted yet; call it after islands.step"
+            )
 
     def _check_params(self) -> None:
-        """Leave the run and raise ConfigError if the model has other parameters than those that are averaged."""
+        """Leave the run and raise ConfigError if the model no longer has the averaged
+        parameters."""
         try:
             self._watch.require_same(self._ranks, self.round)
         except ConfigError:
@@ -281,7 +304,7 @@ class Islands:
             raise
 
     def _finish(self) -> None:
-        """The run is over, or the operator has asked this island to leave."""
+        """Leave after the run's last round, or because the operator has requested it."""
         outer = self._outer
         if cause := self._rounds.stopped:
             outer.leave()

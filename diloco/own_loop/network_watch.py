@@ -1,4 +1,5 @@
-"""Whether an island still has its network, for a loop that would otherwise train alone for ever."""
+"""Check that an island still has its network, for a loop that would otherwise train alone for
+ever."""
 
 from outer.connect.settings import Network
 from outer.errors import TransportError
@@ -6,7 +7,7 @@ from outer.network.event_loop import EventLoop
 
 
 class NetworkWatch:
-    """Waits on the event loop until a network is lost for good."""
+    """Waits on the event loop until a network is lost permanently."""
 
     def __init__(self, network: Network, event_loop: EventLoop) -> None:
         self._lost = ""
@@ -19,6 +20,6 @@ class NetworkWatch:
             event_loop.start(watch())
 
     def require(self) -> None:
-        """Raise TransportError, with the cause, once the network is lost."""
+        """Raise TransportError, with the cause, if the network is lost."""
         if self._lost:
             raise TransportError(self._lost)

@@ -1,4 +1,4 @@
-"""The text that the config of a loop of one's own names."""
+"""The text that the config of the user's own loop names."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,18 +13,19 @@ from inner.data.corpus import Corpus
 
 
 class OwnData:
-    """The text, read and tokenised, and the units into which the stage of the run that is trained now cuts it."""
+    """The tokenised text, and its division into units in the present stage of the run."""
 
     def __init__(self, run: RunConfig, corpus: Corpus) -> None:
         self._run, self.corpus = run, corpus
         self.is_used = False
-        """Whether the loop has asked for it."""
+        """Whether the loop has requested the text."""
         self.stage = 0
         self.config, self.batches = at_stage(run, 0), build_batches(run, corpus)
         self._sources: dict[str, int] = {}
 
     def enter_stage(self, round_number: int, borders: Sequence[tuple[int, int]]) -> bool:
-        """Read from now on as in the stage of this round, behind these borders. Whether that is another stage."""
+        """Switch to the stage of this round, whose units begin behind `borders`. Return whether it
+        is another stage."""
         if (number := stage_in_round(self._run, round_number)) == self.stage:
             return False
         assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
@@ -33,7 +34,8 @@ class OwnData:
         return True
 
     def read(self, unit: int, number: int, share: tuple[int, int]) -> StepBatch:
-        """One of equal shares of a unit, given as (which, of how many); `number` as in IslandBatches.read_step."""
+        """Return a share of a unit. `share`: (index, number of equal shares); `number` as in
+        IslandBatches.read_step."""
         data, optimizer = self.config.data, self.config.optimizer
         num_sequences = optimizer.tokens_per_step // data.seq_len // share[1]
         batch = self.batches.read_step(unit, *share, num_sequences, number)
@@ -41,12 +43,12 @@ class OwnData:
         return batch
 
     def take_sources(self) -> dict[str, int]:
-        """Tokens of each source of a mixture in what was read since the last call."""
+        """Return the tokens of each source of a mixture that were read since the last call."""
         sources, self._sources = self._sources, {}
         return sources
 
     def require_use(self) -> None:
-        """Raise ConfigError if the loop trains on something else than the text that its config names."""
+        """Raise ConfigError if the loop does not train on the text that its config names."""
         if not self.is_used:
             raise ConfigError(
                 "the config sets data, and the loop does not read it: take the batches from diloco.data(islands), or "
@@ -55,9 +57,11 @@ class OwnData:
 
 
 def open_data(config: OwnLoopConfig, stack: ExitStack) -> OwnData | None:
-    """Open the text before the run is entered, until the stack is closed; None if the config names none.
+    """Open the text before the run is entered, until the stack is closed. Return None if the config
+    names no text.
 
-    It is read and tokenised whole, or, in shards, its first one. Raises InputError.
+    The text is tokenised completely, or, with text in shards, only the first shard. Raises
+    InputError.
     """
     if not config.has_data:
         return None

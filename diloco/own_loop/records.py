@@ -1,4 +1,5 @@
-"""What happens around the rounds of an island whose loop is not ours: records, moments, the operator's requests."""
+"""Handle what happens around the rounds of an island with its own loop: records, moments, operator
+requests."""
 
 import logging
 from collections.abc import Callable
@@ -19,19 +20,21 @@ log = logging.getLogger(__name__)
 
 
 class LoopEvents:
-    """RoundEvents of such an island. Only the leader has metrics, and only its calls are written."""
+    """RoundEvents of an island with its own loop. Only the leader has metrics, so only its events
+    are written."""
 
     def __init__(self, participation: Participation, text: OwnData | None, before_round: Callable[[], None]) -> None:
         """`text`: what the config names. `before_round` is called before the island contributes to a round."""
         self._participation, self._text, self._before_round = participation, text, before_round
         self.landed_report: RoundReport | None = None
-        """Of the round that has landed since this was last set to None."""
+        """Report of the round that has landed since this was last set to None."""
         self.tokens = 0
-        """Tokens that the island has trained on since it was started."""
+        """Number of tokens that the island has trained on since it was started."""
         self._num_steps, self._has_averaged = 0, False
 
     def begins(self, inner_step: int) -> None:
-        """Read the text as in the stage of the round. The loop's own schedule counts its steps itself."""
+        """Switch the text to the stage of the round. The loop's own schedule counts the steps
+        itself."""
         outer, text = self._participation.outer, self._text
         borders = outer.position.ledger.borders
         if text is not None and text.enter_stage(outer.round, borders):
@@ -44,14 +47,14 @@ class LoopEvents:
         self._participation.rounds.contribution = progress
 
     def waits(self) -> None:
-        """Nobody watches how long this loop's steps take."""
+        """Do nothing. The duration of this loop's steps is not monitored."""
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         self._participation.count_moments(number)
         self.record_round(progress, landing, self._participation.outer.position.ledger)
 
     def record_round(self, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-        """Record the attempt that committed, and what peers were refused."""
+        """Record the attempt that committed, and what was refused from peers."""
         self.landed_report = landing.reports[-1]
         self._has_averaged |= progress != NO_PROGRESS
         self._participation.record_round(progress, landing, ledger)
@@ -62,13 +65,14 @@ class LoopEvents:
             self._participation.count_moments()
 
     def may_save(self, *, is_asked: bool) -> None:
-        """The loop saves by itself, with `Islands.state_dict`."""
+        """Do nothing. The loop saves by itself, with `Islands.state_dict`."""
 
     def why_stop(self, num_rounds: int) -> str:
         return self._participation.requests.poll(num_rounds).stop
 
     def note_leave(self, why: str, inner_steps: int) -> None:
-        """Record that the loop leaves before the run is over, and warn if no round has had anything of it."""
+        """Record that the loop leaves before the run is over. Warn if the island contributed to no
+        round."""
         text = f"{why}; {self._participation.outer.position.round} rounds are done"
         if not self._has_averaged and self._participation.metrics is not None:
             problem = (
@@ -83,7 +87,7 @@ class LoopEvents:
     def write_step(
         self, number: int, tokens: int, seconds: float, lr: float, loss: float | None, sources: dict[str, int]
     ) -> None:
-        """Record inner step `number` of the run, which was on so many tokens of this island."""
+        """Record inner step `number` of the run, for which this island used `tokens` tokens."""
         self.tokens += tokens
         self._num_steps += 1
         metrics = self._participation.metrics
@@ -103,13 +107,13 @@ class LoopEvents:
 
 
 class QuorumLoopEvents:
-    """QuorumEvents of such an island."""
+    """QuorumEvents of an island with its own loop."""
 
     def __init__(self, events: LoopEvents, participation: Participation) -> None:
         self._events, self._participation = events, participation
 
     def begins(self, inner_step: int) -> None:
-        """As LoopEvents."""
+        """Call LoopEvents.begins."""
 
     def launches(self, progress: Progress) -> None:
         self._events.launches(progress)
@@ -130,7 +134,8 @@ class QuorumLoopEvents:
 
 
 def build_rounds(participation: Participation, run: RunConfig, events: LoopEvents) -> IslandRounds | QuorumIslandRounds:
-    """What turns the loop's steps into rounds: of all islands, or of a quorum."""
+    """Return the object that turns the loop's steps into rounds: rounds of all islands, or of a
+    quorum."""
     outer = participation.outer
     if run.outer.wait_for == "all":
         return IslandRounds(outer, run.outer.num_rounds, events)

@@ -1,4 +1,5 @@
-"""The config of a run whose training loop is not ours: which keys it may set, and what its hash says of the model."""
+"""The config of a run with the user's own training loop: its allowed keys, and the part of the
+model in its hash."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,36 +23,38 @@ ISLAND_KEYS = {
 DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer", "shards"}
 """Keys of an island that say where the text of `data` is, and how it is read."""
 UNBOUNDED = 1 << 40
-"""Tokens of an inner step where optimizer.tokens_per_step does not bound them."""
+"""Assumed tokens of an inner step if optimizer.tokens_per_step gives no limit."""
 
 
 @dataclass(frozen=True)
 class OwnLoopConfig:
-    """The config of one island of such a run."""
+    """The config of one island with its own loop."""
 
     run: RunConfig
     island: IslandConfig
     tokens_per_step: int | None
-    """The most tokens of one inner step of an island; None: unbounded."""
+    """Most tokens of one inner step of an island; None: no limit."""
     has_data: bool = False
     """Whether the config names the text, for `diloco.data`."""
 
     def with_model(self, params: str, num_ranks: int) -> "OwnLoopConfig":
-        """The config with what identifies the model's parameters, and with the number of the island's ranks."""
+        """Return the config with the identifier of the model's parameters, and with the number of
+        the island's ranks."""
         ranks = self.island.ranks
         if ranks not in (1, num_ranks):
             raise ConfigError(
-                f"island.ranks is {ranks}, and torch.distributed has {num_ranks} ranks, which are all of one island; "
-                "leave island.ranks out"
+                f"island.ranks is {ranks}, and torch.distributed has {num_ranks} ranks, which all "
+                "belong to one island; leave island.ranks out"
             )
         run = self.run.model_copy(update={"params": params})
         return replace(self, run=run, island=self.island.model_copy(update={"ranks": num_ranks}))
 
 
 def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> OwnLoopConfig:
-    """Read a YAML file or the same as a dict, apply `section.key=value` overrides.
+    """Read a YAML file, or a dict with the same content, and apply `section.key=value` overrides.
 
-    Raises ConfigError, or InputError if the network between islands needs a package that is not installed.
+    Raises ConfigError, or InputError if the network between islands needs a package that is not
+    installed.
     """
     if isinstance(config, Mapping):
         where, parsed = "the config", parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
@@ -82,7 +85,7 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def check_sections(config: Config, where: str) -> None:
-    """Raise ConfigError if the config sets what only `diloco train` follows."""
+    """Raise ConfigError if the config has settings that only `diloco train` follows."""
     index = config.island.index
     own = config.islands[index] if index < len(config.islands) else {}
     allowed = ISLAND_KEYS | (DATA_ISLAND_KEYS if "data" in config.model_fields_set else set())

@@ -1,4 +1,5 @@
-"""The state of an island's outer loop as its own loop saves it: a dict that `torch.load` reads with weights_only."""
+"""The state of an island's outer loop for its own loop to save: a dict that `torch.load` reads with
+weights_only."""
 
 import json
 from collections.abc import Mapping
@@ -26,28 +27,29 @@ class SavedState:
     """One rank's state between two steps, with no round in flight."""
 
     facts: object
-    """Of `OuterLoop.save`."""
+    """The facts that `OuterLoop.save` returned."""
     tensors: Mapping[str, Tensor]
     point: ResumePoint
     run_hash: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As a dict of plain values and copies of the tensors."""
+        """Return the state as a dict of plain values and copies of the tensors."""
         tensors = {name: values.clone() for name, values in self.tensors.items()}
         place = asdict(self.point)
         return {"version": VERSION, "run": self.run_hash, "facts": self.facts, "tensors": tensors, "place": place}
 
     def check(self, run_hash: str) -> None:
-        """Raise ConfigError if the state is of another run than the one with this hash."""
+        """Raise ConfigError if the state belongs to a run with another hash."""
         if self.run_hash != run_hash:
             raise ConfigError(
-                f"the saved state is of a run with the hash {self.run_hash}, and this run's is {run_hash}: the config "
-                "or the model's parameters have changed; begin without `state`, or with what was saved with this config"
+                f"the saved state is of a run with the hash {self.run_hash}, and this run's hash "
+                f"is {run_hash}: the config or the model's parameters have changed; begin without "
+                "`state`, or with a state saved with this config"
             )
 
 
 def parse_state(saved: Mapping[str, Any]) -> SavedState:
-    """The state in a dict that `to_dict` made. Raises ConfigError for anything else."""
+    """Return the state in a dict that `to_dict` made. Raises ConfigError for any other content."""
     try:
         if saved["version"] != VERSION:
             raise ConfigError(f"the saved state has version {saved['version']}; this program reads {VERSION}")
@@ -60,13 +62,13 @@ def parse_state(saved: Mapping[str, Any]) -> SavedState:
 
 
 def write_state(state: Mapping[str, Any], path: Path) -> None:
-    """Write what `Islands.state_dict` returned as a safetensors file."""
+    """Write the result of `Islands.state_dict` as a safetensors file."""
     rest = {key: value for key, value in state.items() if key != "tensors"}
     save_file({name: values.contiguous() for name, values in state["tensors"].items()}, path, {KEY: json.dumps(rest)})
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read such a file. Raises ConfigError if it is damaged or something else."""
+    """Read a file of write_state. Raises ConfigError if it is damaged or another kind of file."""
     try:
         with refused(f"{path} holds no state of Islands", "give a file that Islands has saved"):
             check_header(path)

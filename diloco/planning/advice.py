@@ -1,8 +1,11 @@
-"""Recommend settings that reach a target utilisation, those with the least effect on training first.
+"""Recommend settings that reach a target utilisation, beginning with those that affect training
+least.
 
-Quantising costs next to nothing, a short delay little, more inner steps per round some loss, and dropping elements
-needs most care (2501.18512). So the order is codec, delay and fragments, inner_steps, and then sparse or 2-bit codecs.
-With islands of unequal speed, fewer steps on the slow ones are tried before more steps on all.
+The order follows from 2501.18512: quantising costs next to nothing, a short delay costs little,
+more inner steps per round cost some loss, and dropping elements needs most care. So the codec is
+tried first, then delay and fragments, then inner_steps, and last the sparse and 2-bit codecs. With
+islands of unequal speed, fewer inner steps on the slow islands are tried before more inner steps on
+all.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,24 +18,27 @@ from outer.cost import HostSpeed
 from outer.errors import InputError
 
 DENSE = ("fp32", "bf16", "int8", "int4")
-"""Codecs that hardly affect training, largest payload first."""
+"""Codecs that hardly affect training, in order of decreasing payload size."""
 SPARSE = ("stat2", "topk")
 FEEDBACK = 0.95
-"""Error feedback that is set along with SPARSE codecs, which train clearly worse without it."""
+"""The error feedback that is set together with a codec of SPARSE, which trains clearly worse
+without it."""
 DELAYS = (1, 2, 3, 4, 5)
-"""Streaming DiLoCo (2501.18512) finds no loss for delays of up to 5 inner steps."""
+"""Delays in inner steps. Streaming DiLoCo (2501.18512) finds no loss for delays of up to 5 inner
+steps."""
 MIX = 0.5
-"""That paper's mix, for delays of more than one step."""
+"""The mix of Streaming DiLoCo (2501.18512), for delays of more than one step."""
 FRAGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 36)
 MAX_INNER_STEPS = 500
 WORTH = 0.001
-"""Utilisation that a setting must gain at least to be recommended."""
+"""Least utilisation that a setting must add to be recommended."""
 MAX_BITS_PER_SECOND = 1e15
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Changed settings, by key in the `outer` section of the config, with their prediction."""
+    """Settings that differ from the config's, by key in its `outer` section, and the prediction for
+    them."""
 
     changes: dict[str, Any]
     case: Case
@@ -43,7 +49,11 @@ Measure = Callable[[OuterConfig], HostSpeed]
 
 
 def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
-    """Settings of increasing utilisation, starting with the config's own; ends with the first that reaches `target`."""
+    """Return settings of increasing utilisation.
+
+    The first entry is the config as it is, the last one is the first that reaches `target`, if any
+    does.
+    """
     rungs = [Rung({}, case, predict(case))]
     # Gossip has neither a delay nor error feedback.
     all_steps = _quantise, _overlap, _even_out, _sync_less, _sparsify
@@ -58,7 +68,8 @@ def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
 
 
 def needed_bandwidth(case: Case, target: float) -> float | None:
-    """Bits per second at which the case reaches `target`, or None if no link is fast enough."""
+    """Return the bits per second at which the case reaches `target`, or None if no link is fast
+    enough."""
 
     def reaches(bits_per_second: float) -> bool:
         link = replace(case.link, bits_per_second=bits_per_second)
@@ -74,7 +85,10 @@ def needed_bandwidth(case: Case, target: float) -> float | None:
 
 
 def apply_changes(rung: Rung, measure: Measure, **changes: Any) -> Rung:
-    """The rung with further changes. Raises InputError if the model has too few layers, or the config refuses them."""
+    """Return the rung with further changes.
+
+    Raises InputError if the model has too few layers or the config refuses the changes.
+    """
     outer = rung.case.outer.model_copy(update={key: value for key, value in changes.items() if "." not in key})
     if "coding.feedback" in changes:
         outer = outer.model_copy(
@@ -98,7 +112,10 @@ def _quantise(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
 
 
 def _overlap(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
-    """The smallest delay, then the fewest fragments, that reach the target; the best combination if none does."""
+    """Yield the smallest delay that reaches the target, with the fewest fragments that do.
+
+    Yields the combination of the highest utilisation if none reaches the target.
+    """
     best: Rung | None = None
     outer = rung.case.outer
     if outer.gossip is not None:
@@ -137,7 +154,8 @@ def _set_delay(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung
 
 
 def _sync_less(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
-    """Repeatedly double the inner steps, each time with as much overlap as they allow."""
+    """Yield settings with twice the inner steps, four times, and so on, each with as much overlap
+    as it allows."""
     inner_steps = 2 * rung.case.outer.inner_steps
     while inner_steps <= MAX_INNER_STEPS:
         longer = apply_changes(rung, measure, inner_steps=inner_steps)

@@ -56,17 +56,19 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Duration of an inner step on the fastest island."""
+    """Duration of an inner step on the fastest island, and how much longer it takes on the
+    slowest."""
 
     seconds: float
     spread: float
-    """Extra share of that duration on the slowest island: 0.1 for 10 %."""
+    """How much longer an inner step takes on the slowest island: 0.1 for 10 %."""
     source: str
-    """How the duration is known, as text for the user."""
+    """Where the duration comes from, as text for the user."""
 
 
 def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: Console) -> bool:
-    """Print the plan. Returns False if `request` has a target utilisation and the run as configured does not reach it.
+    """Print the plan. Return False if the run as configured does not reach the target utilisation
+    of `request`.
 
     Raises ConfigError or InputError.
     """
@@ -76,7 +78,7 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)
     codec_bytes = None if request.codec_speed is None else _parse("--codec-speed", parse_count, request.codec_speed)
     if request.gpus is None and (request.watts or request.hours):
-        raise ConfigError("--watts and --hours are those of some GPUs: give --gpus, their number in all islands")
+        raise ConfigError("--watts and --hours describe the GPUs: also give --gpus, the number of GPUs in all islands")
     islands = [build_step_plan(config.run, load_island(config, i)) for i in range(max(1, len(config.islands)))]
     step = step_time(config, islands, request)
 
@@ -107,13 +109,14 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
 
 
 def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> None:
-    """Print what scaling laws say of the run on `request.gpus` GPUs, as many of each kind. Raises ConfigError."""
+    """Print what scaling laws say about the run on `request.gpus` GPUs, equally many of each kind.
+    Raises ConfigError."""
     from diloco.planning.laws.chinchilla import Allocation
     from diloco.planning.laws.statements import Fleet, LawQuestion, statements
     from inner.measure.param_specs import num_elements
 
     config, case = picture.config, picture.case
-    assert request.gpus is not None, "the laws are asked for with --gpus"
+    assert request.gpus is not None, "show_laws needs --gpus"
     peaks, source = _peaks(config, request)
     fleet = Fleet(request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts)
     tokens = picture.tokens or picture.run_tokens
@@ -124,22 +127,24 @@ def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> Non
 
 
 def parse_count(text: str) -> float:
-    """Parse a positive count such as `10B` (1e10). Raises ConfigError, which does not name the flag."""
+    """Parse a positive count such as `10B` (1e10). Raises ConfigError with a message that does not
+    name the flag."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?([kmbgtp]?)", text.strip().lower().replace("_", ""))
     value = float(found[1]) * COUNTS[found[2]] if found else 0.0
     if not 0 < value < math.inf:
-        raise ConfigError(f"{text!r} is not a count; allowed: a number above 0, with k, M, G or B, T or P, as in 10B")
+        raise ConfigError(f"got {text!r}; allowed: a count above 0, with k, M, G or B, T or P behind it, as in 10B")
     return value
 
 
 def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> StepTime:
-    """The duration given on the command line, or an estimate from the step's operations. Raises ConfigError."""
+    """Return the duration given on the command line, or else an estimate from the step's
+    operations. Raises ConfigError."""
     if request.step_seconds is not None:
         seconds = _parse("--step-seconds", _step_seconds, request.step_seconds)
         return StepTime(seconds, request.spread or 0.0, "as given")
     peaks, source = _peaks(config, request)
     tokens, num_islands = config.optimizer.tokens_per_step, max(len(islands), len(peaks))
-    # A single plan, or a single peak, is that of all islands.
+    # With a single plan or a single peak, it holds for all islands.
     plans, rates = islands * (num_islands // len(islands)), peaks * (num_islands // len(peaks))
     times = [compute_seconds(plan.work, tokens, rate) for plan, rate in zip(plans, rates, strict=True)]
     spread = max(times) / min(times) - 1 if request.spread is None else request.spread
@@ -147,39 +152,41 @@ def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> 
 
 
 def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
-    """Peak operations per second of a rank, one for all islands or one for each, and the source as text."""
+    """Return the peak operations per second of a rank (one value for all islands, or one for each)
+    and their source."""
     if request.gpu is not None:
         return _peaks_of_gpus(config, request)
     if request.flops is not None:
         peak = _parse("--flops", parse_count, request.flops)
-        return [peak], f"{_flops(peak)} a rank"
+        return [peak], f"{_flops(peak)} per rank"
     import torch
 
     island = config.for_island(0)
     has_gpu = torch.cuda.is_available()
     if island.device == "cuda" and not has_gpu:
         raise ConfigError(
-            "island.device is 'cuda', and this machine has no GPU to measure; give --step-seconds, or --flops of a "
-            "rank, for example --flops 400T"
+            "island.device is 'cuda', and this machine has no GPU to measure; give "
+            "--step-seconds, or the peak of a rank by --flops, for example --flops 400T"
         )
     device = "cuda:0" if has_gpu and island.device != "cpu" else "cpu"
     dtype = island.resolve_compute_dtype(device)
     peak = peak_flops(device, dtype)
     if peak is None:
         raise ConfigError(f"this machine's {device} cannot multiply {dtype}; give --step-seconds or --flops")
-    return [peak], f"{_flops(peak)} a rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
+    return [peak], f"{_flops(peak)} per rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
 
 
 def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], str]:
-    """Peaks by the makers' data sheets. Raises ConfigError."""
+    """Return the peaks of the GPUs of --gpu from their makers' data sheets, and the source. Raises
+    ConfigError."""
     names = (request.gpu or "").split(",")
     num_islands = max(len(config.islands), 1)
     if request.flops is not None:
         raise ConfigError("--gpu and --flops both give the peak of a rank; give one of them")
     if len(names) > 1 and num_islands not in (1, len(names)):
         raise ConfigError(
-            f"--gpu: got {len(names)} kinds ({request.gpu}) for the config's {num_islands} islands; allowed: one for "
-            f"all, or {num_islands}"
+            f"--gpu: got {len(names)} kinds of GPU ({request.gpu}) for the config's {num_islands} "
+            f"islands; allowed: one kind for all islands, or {num_islands} kinds"
         )
     peaks = [_parse("--gpu", find_gpu, name.strip()).flops for name in names]
     return peaks, " and ".join(f"{name} with {_flops(peak)}" for name, peak in zip(names, peaks, strict=True))
@@ -192,12 +199,15 @@ def _flops(peak: float) -> str:
 def _step_seconds(text: str) -> float:
     seconds = parse_seconds(text if text.strip()[-1:].isalpha() else f"{text}s")
     if seconds == 0:
-        raise ConfigError(f"{text!r} is not a duration; allowed: more than 0, for example 0.2 or 200ms")
+        raise ConfigError(f"got {text!r}; allowed: a duration above 0, for example 0.2 or 200ms")
     return seconds
 
 
 def _build_measure(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSpeed]":
-    """A function that measures the host's speed; a given `codec_bytes` (fp32 bytes per second) replaces the codec's."""
+    """Return a function that measures the host's speed.
+
+    A given `codec_bytes` (fp32 bytes per second) replaces the measured speed of the codec.
+    """
     from outer.cost import measure_host_speed
 
     def measure(outer: OuterConfig) -> "HostSpeed":
@@ -208,7 +218,8 @@ def _build_measure(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSp
 
 
 def _parse(name: str, parse: Callable[[str], T], text: str) -> T:
-    """The flag's value. Raises ConfigError that names the flag."""
+    """Return the flag's value, parsed by `parse`. Raises ConfigError with the flag's name in
+    front."""
     try:
         return parse(text)
     except ConfigError as error:

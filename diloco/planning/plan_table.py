@@ -23,18 +23,18 @@ from outer.cost import round_bytes
 
 @dataclass(frozen=True)
 class Picture:
-    """Everything that the plan shows."""
+    """All that the plan shows."""
 
     config: Config
     island: StepPlan
     """The inner step of the first island."""
     step_source: str
-    """How the duration of an inner step is known."""
+    """Where the duration of an inner step comes from."""
     rungs: list[Rung]
     """The run as configured, followed by better settings."""
     target: float
     tokens: float | None
-    """Tokens to predict the time for; None uses the run's own."""
+    """Number of tokens for which the duration is predicted; None uses the run's own number."""
 
     @property
     def case(self) -> Case:
@@ -58,7 +58,7 @@ def print_plan(picture: Picture, console: Console) -> None:
     print_text(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
     print_text(console, header(picture.config.run, picture.island))
     print_text(console, _outer_line(picture))
-    print_text(console, f"       {human_duration(case.step_seconds)} an inner step ({picture.step_source})")
+    print_text(console, f"       {human_duration(case.step_seconds)} per inner step ({picture.step_source})")
     cycle = f"a cycle of {p.inner_steps} inner steps averages all parameters"
     print_section(console, f"Computes {percent(p.utilisation)} of the time; {cycle}", terms_table(case, p))
     console.print()
@@ -74,17 +74,18 @@ def print_plan(picture: Picture, console: Console) -> None:
 
 
 def assumptions(picture: Picture) -> Iterator[str]:
-    """What the recommendation stands on and may be wrong."""
+    """Yield warnings about assumptions behind the recommendation that may be wrong."""
     if picture.island.is_vocabulary_assumed:
         yield (
-            f"warning: all of this is for a vocabulary of {picture.island.work.sizes.vocab_size}, as the tokenizer "
-            f"{picture.config.data.tokenizer!r} is not on this machine: a larger one has more parameters to send; "
-            "give its size by model.vocab_size=N behind the command, or call `diloco prepare` before"
+            f"warning: all of this is for a vocabulary of {picture.island.work.sizes.vocab_size}, "
+            f"as the tokenizer {picture.config.data.tokenizer!r} is not on this machine: a larger "
+            "vocabulary means more parameters to send; give its size by model.vocab_size=N behind "
+            "the command, or call `diloco prepare` before"
         )
 
 
 def terms_table(case: Case, prediction: Prediction) -> Table:
-    """The terms of a cycle's time."""
+    """Return a table of the terms of a cycle's time."""
     table = plain_table(("",), ("seconds", "share"))
     table.add_column("")
     for name, seconds, note in _terms(case, prediction):
@@ -113,12 +114,12 @@ def _spread_note(case: Case) -> str:
 
 
 def notes(picture: Picture) -> Iterator[str]:
-    """Further results, one per line."""
+    """Yield further results, one line each."""
     case, p = picture.case, picture.prediction
     if p.hidden_seconds:
-        yield f"behind inner steps  {human_duration(p.hidden_seconds)} a cycle, not in the terms above"
-    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} a parameter and step"
-    yield f"sent by an island   {human_bytes(p.sent_bytes)} a cycle: {bits}"
+        yield f"behind inner steps  {human_duration(p.hidden_seconds)} per cycle, not in the terms above"
+    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} per inner step"
+    yield f"sent by an island   {human_bytes(p.sent_bytes)} per cycle: {bits}"
     yield f"with {_tokens(picture)}"
     yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"
     if p.is_codec_slower:
@@ -127,7 +128,7 @@ def notes(picture: Picture) -> Iterator[str]:
 
 
 def _tokens(picture: Picture) -> str:
-    """The number of tokens, and the time to train them."""
+    """Return a text with the number of tokens and the time that training on them takes."""
     config, case, p = picture.config, picture.case, picture.prediction
     a_cycle = case.num_islands * config.optimizer.tokens_per_step * p.inner_steps
     tokens = picture.tokens or picture.run_tokens
@@ -137,12 +138,12 @@ def _tokens(picture: Picture) -> str:
 
 
 def published_utilisation(picture: Picture) -> float:
-    """Utilisation of the run by the model of diloco/planning/utilisation.py."""
+    """Return the utilisation of the run by the model of diloco/planning/utilisation.py."""
     case, outer = picture.case, picture.case.outer
     sizes = picture.island.work.sizes
     rounds = round_bytes(outer, case.specs, case.num_islands)
     num_params = num_elements(case.specs)
-    # That model counts one-way bytes, which are the means of a cycle.
+    # The published model counts one-way bytes only: the means of a cycle.
     bits = 8 * sum(sent.mean_bytes for sent in rounds) / num_params * outer.fragments / len(rounds)
     model = Model(num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds)
     if outer.fragments == 1:
@@ -155,7 +156,8 @@ def published_utilisation(picture: Picture) -> float:
 
 
 def memory_table(picture: Picture) -> Table:
-    """Host memory of a rank by purpose, with that of an inner step on a GPU for comparison."""
+    """Return a table of a rank's host memory by purpose, with the memory of an inner step on a GPU
+    for comparison."""
     table = plain_table(("",), ("at least", "estimate"))
     config, island, case = picture.config, picture.island, picture.case
     first = config.for_island(0)
@@ -171,7 +173,7 @@ def memory_table(picture: Picture) -> Table:
 
 
 def advice_table(picture: Picture) -> Table:
-    """Each recommended setting with its prediction."""
+    """Return a table of the recommended settings with their predictions."""
     table = plain_table((), ("computes", "sent", "bits"))
     table.add_column("set")
     before: dict[str, Any] = {}
@@ -185,18 +187,20 @@ def advice_table(picture: Picture) -> Table:
 
 
 def verdict(picture: Picture) -> str:
-    """One line of advice: the settings that reach the target, or why none does."""
+    """Return one line of advice: the settings that reach the target, or why none does."""
     last, goal = picture.rungs[-1], percent(picture.target)
     if _is_reached(picture):
         return f"{goal}: {'as configured' if not last.changes else f'set {overrides_of(last.changes)}'}"
     needed = needed_bandwidth(last.case, picture.target)
     if needed is None:
-        return f"No setting reaches {goal}, even on a faster link: the host's work and waiting take the rest"
-    return f"No setting reaches {goal} on this link; the last line does with {human_rate(needed)}"
+        return (
+            f"No setting reaches {goal}, even on a faster link: the host's work and waiting take the rest of the time"
+        )
+    return f"No setting reaches {goal} on this link; the settings of the last line reach it with {human_rate(needed)}"
 
 
 def overrides_of(changes: Mapping[str, Any]) -> str:
-    """Changes to the `outer` section as command-line overrides."""
+    """Return changes to the `outer` section as command-line overrides."""
     return " ".join(f"outer.{key}={value}" for key, value in changes.items())
 
 

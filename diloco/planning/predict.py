@@ -3,9 +3,9 @@
     inner steps      | snapshot | round: plan, reduce, vote, outer step | write back |  inner steps ...
     with a delay     | snapshot | inner steps ........................ rest of it | write back |  inner steps ...
 
-A round sends one fragment. A cycle is `inner_steps` inner steps with one round for each fragment, after which every
-parameter has been averaged once. One round is in flight at a time. utilisation.py has the published model, which
-includes only the first two of these terms.
+A round sends one fragment. A cycle is `inner_steps` inner steps with one round for each fragment,
+after which every parameter has been averaged once. One round is in flight at a time. utilisation.py
+has the published model, which includes only the inner steps and the transfer.
 """
 
 from dataclasses import dataclass, replace
@@ -22,16 +22,19 @@ CONTROL_TRIPS = 2.0
 PAYLOAD_TRIPS = 1.0
 """Round trips of payloads in a round: a part goes to its reducer and its mean comes back."""
 MANY_PEERS_SHARE = 0.90
-"""Further factor with more than one peer: connections share a link unevenly, and islands wait for the slow ones."""
+"""Further factor for more than one peer: connections share a link unevenly, and islands wait for
+the slow connections."""
 ROUND_MESSAGES = 15
-"""Host time of a round's ready, plan, vote and background thread, in units of one payload's host time."""
+"""Host time of a round's ready, plan, vote and background thread, as a multiple of one payload's
+host time."""
 FIRST_WINDOW_BYTES = 10 * 1448
-"""Bytes TCP sends before the first acknowledgement, also after a pause. The window doubles with each round trip."""
+"""Bytes that TCP sends before the first acknowledgement, also after a pause. The window doubles per
+round trip."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """An island's link, which carries this rate in each direction at once."""
+    """An island's link. It carries `bits_per_second` in each direction at the same time."""
 
     bits_per_second: float
     rtt_seconds: float = 0.0
@@ -53,19 +56,21 @@ class Case:
     ranks: int = 1
     """Ranks of an island, which share the host's work."""
     spread: float = 0.0
-    """Extra duration of the slowest island's inner steps: 0.1 for 10 %."""
+    """How much longer inner steps take on the slowest island: 0.1 for 10 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One cycle of an island. The terms, from `compute_seconds` to `spread_seconds`, add up to its duration.
+    """Prediction for one cycle of an island. The terms, `compute_seconds` to `spread_seconds`, add
+    up to its duration.
 
-    Where moments make some cycles longer, everything is a mean over cycles.
+    Where moments make some cycles longer than others, every value is a mean over cycles.
     """
 
     compute_seconds: float
     transfer_seconds: float
-    """2 (M - 1) / M x payload in each direction, at the rate that payloads get."""
+    """Duration of 2 (M - 1) / M x payload in each direction for M islands, at the rate that
+    payloads get."""
     trip_seconds: float
     """Round trips of control messages and payloads, TCP's slow start, and the host's time for each payload."""
     codec_seconds: float
@@ -73,13 +78,13 @@ class Prediction:
     step_seconds: float
     """Outer step and digest."""
     copy_seconds: float
-    """Snapshot and writing back, which a delay never hides."""
+    """Taking the snapshot and writing values back, which a delay never hides."""
     spread_seconds: float
     """Waiting for the slowest island."""
     hidden_seconds: float
     """Round time hidden behind inner steps; not in the terms above."""
     sent_bytes: float
-    """Sent by an island, on average."""
+    """Bytes that an island sends per cycle, on average."""
     num_params: int
     inner_steps: int
     busy_transfer_seconds: float
@@ -115,7 +120,8 @@ def predict(case: Case) -> Prediction:
         case = replace(case, num_islands=min(case.outer.gossip.group, case.num_islands))
     outer, rounds = case.outer, round_bytes(case.outer, case.specs, case.num_islands)
     steps = count_steps(case)
-    # In steady state all islands go at the slowest's pace; with dynamic or timed local steps it makes fewer of them.
+    # In steady state all islands keep the pace of the slowest. With dynamic or timed local steps,
+    # the slowest makes fewer.
     spread = case.spread if outer.local_steps == "fixed" else 0.0
     hideable = outer.delay * case.step_seconds * (1 + spread)
     terms = [0.0, 0.0, 0.0, 0.0]
@@ -146,7 +152,8 @@ def predict(case: Case) -> Prediction:
 
 
 def count_steps(case: Case) -> int:
-    """Inner steps of a cycle on the fastest island: `inner_steps`, or fewer if timed rounds end before."""
+    """Return the inner steps of a cycle on the fastest island: `inner_steps`, or fewer if timed
+    rounds end earlier."""
     outer = case.outer
     if outer.round_seconds is None:
         return outer.inner_steps
@@ -154,10 +161,14 @@ def count_steps(case: Case) -> int:
 
 
 def _round_seconds(case: Case, sent: RoundBytes) -> tuple[float, float, float, float]:
-    """Round time that a delay can hide: transfer, round trips, codec work beyond the transfer, outer step."""
+    """Return the parts of a round that a delay can hide, in seconds.
+
+    These are the transfer, the round trips, the codec work beyond the transfer, and the outer step.
+    """
     transfer, codec = _transfer_seconds(case, sent), _codec_seconds(case, sent)
     trips = (CONTROL_TRIPS + PAYLOAD_TRIPS) * case.link.rtt_seconds if case.num_islands > 1 else 0.0
-    # Coding overlaps with the transfer of other parts, except for the first part going out and the last coming in.
+    # Coding overlaps with the transfer of other parts, except for the first part sent and the last
+    # part received.
     beyond = max(codec - transfer, 0.0) + min(codec, transfer) / sent.num_parts
     step = sent.num_elements * case.speed.step / case.ranks
     return transfer, trips + _slow_start_seconds(case, sent) + _message_seconds(case, sent), beyond, step
@@ -168,7 +179,7 @@ def _transfer_seconds(case: Case, sent: RoundBytes) -> float:
 
 
 def _payload_rate(case: Case) -> float:
-    """Bits of payload that an island sends per second."""
+    """Return the bits of payload that an island sends per second."""
     share = case.link.payload_share
     if share is None:
         share = find_payload_share(case.outer, case.num_islands)
@@ -176,19 +187,21 @@ def _payload_rate(case: Case) -> float:
 
 
 def find_payload_share(outer: OuterConfig, num_islands: int) -> float:
-    """Share of a link's rate that payloads get, as measured."""
+    """Return the measured share of a link's rate that payloads get."""
     return outer.network.payload_share * (MANY_PEERS_SHARE if num_islands > 2 else 1.0)
 
 
 def _message_seconds(case: Case, sent: RoundBytes) -> float:
-    """Host time for passing payloads on: a part's payloads go out and come in, with all peers or with its reducer."""
+    """Return the host time for handling payloads. A part's payloads are exchanged with all peers or
+    with its reducer."""
     peers = case.num_islands - 1
     per_part = 2 * peers if _is_gathered(case.outer) else 4 * peers / case.num_islands
     return case.speed.message * (sent.num_parts * per_part / case.ranks + ROUND_MESSAGES) if peers else 0.0
 
 
 def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
-    """Time lost to TCP's slow start, which begins anew in every round because connections pause in between."""
+    """Return the time lost to TCP's slow start, which begins again in each round because
+    connections pause in between."""
     peers, rtt = case.num_islands - 1, case.link.rtt_seconds
     first = FIRST_WINDOW_BYTES * peers * case.ranks
     in_flight = min(_payload_rate(case) * rtt / 8, sent.most_bytes)
@@ -199,7 +212,8 @@ def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
 
 
 def _codec_seconds(case: Case, sent: RoundBytes) -> float:
-    """Coding and merging time of one rank, which has a core of its own and an equal share of the island's work."""
+    """Return the time of one rank for coding and merging. It has its own core and an equal share of
+    the island's work."""
     speed, islands, elements = case.speed, case.num_islands, sent.num_elements
     is_gathered = _is_gathered(case.outer)
     # An island encodes its own values. As the reducer of 1/M of the parts it also decodes the values of all M islands
@@ -214,5 +228,5 @@ def _codec_seconds(case: Case, sent: RoundBytes) -> float:
 
 
 def _is_gathered(outer: OuterConfig) -> bool:
-    """Whether every island receives all payloads, so that parts have no reducer."""
+    """Return whether every island receives all payloads, so that parts have no reducer."""
     return build_codec_choice(outer).is_gathered or outer.gossip is not None

@@ -6,8 +6,9 @@
     link           sends one message at a time, in order; each takes params / L x bits / bandwidth
     merge          a layer's forward waits for the layer's sync from `1 + delay` steps before
 
-Utilisation is compute / time once the steps repeat. The model includes only one-way bytes: no number of islands,
-latency, codec or memory. diloco/planning/predict.py models this trainer.
+Utilisation is compute / time once the steps repeat. The model includes only one-way bytes. It
+leaves out the number of islands, latency, codec and memory. diloco/planning/predict.py models this
+trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +72,8 @@ def streaming(
 
 
 def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
-    """Share of the time spent computing in steady state, at each bandwidth (1-D, Gbit/s)."""
+    """Return the share of the time spent computing in steady state, for each bandwidth (1-D,
+    Gbit/s)."""
     link = _Link(model, method, gbits)
     seconds = np.zeros_like(gbits)
     for cycle in range(MAX_CYCLES):
@@ -79,7 +81,7 @@ def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
         for step in range(cycle * method.inner_steps, (cycle + 1) * method.inner_steps):
             link.step(step)
         seconds = link.now - started
-        # A layer sent in one cycle may be waited for only in a later one.
+        # The first wait for a layer's sync may be in a later cycle than the one that sent it.
         if cycle * method.inner_steps > method.delay + 1 and np.allclose(seconds, before, rtol=1e-9, atol=0.0):
             break
     return method.inner_steps * (3 * model.num_layers - 1) * link.node_seconds / seconds
@@ -95,7 +97,7 @@ class _Link:
         self._layer_seconds = model.num_params / model.num_layers * method.bits / (gbits * 1e9)
         self._free_at = np.zeros_like(gbits)
         self._due: dict[int, dict[int, np.ndarray]] = {}
-        """Time at which the sync arrives that a layer's forward waits for, by inner step and layer."""
+        """Arrival time of the sync that a layer's forward waits for, by inner step and layer."""
         self._layers_by_step = [self._layers_at(step) for step in range(method.inner_steps)]
 
     def step(self, number: int) -> None:
@@ -127,7 +129,8 @@ class _Link:
         sent[layer] = self._free_at
 
     def _backward_nodes(self, layer: int) -> int:
-        """Nodes of the backward pass until the gradient of the layer's weights is computed."""
+        """Return how many backward nodes run until the gradient of the layer's weights is
+        computed."""
         return 2 * (self._num_layers - layer) - (layer == 0)
 
     def _layers_at(self, step: int) -> list[int]:

@@ -1,6 +1,8 @@
-"""The text that an island reads: its config and the tokenised corpus. Importing this does not import torch.
+"""Load the text that an island reads: its config and the tokenised corpus. Importing this does not
+import torch.
 
-`python -m diloco.runtime.corpus PROCESSES` is the process of an island that tokenises ahead of training.
+`python -m diloco.runtime.corpus PROCESSES` is an island's process that tokenises text ahead of
+training.
 """
 
 import sys
@@ -22,9 +24,11 @@ from inner.files import home_path
 
 
 def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
-    """The run's data config, with the places that this island sets for itself. Raises ConfigError.
+    """Return the run's data config, with the places that this island sets for itself. Raises
+    ConfigError.
 
-    Its sequences are the longest of all stages: so much is held out at least.
+    `seq_len` is the longest sequence of all stages, so that the held-out text is long enough for
+    each of them.
     """
     data = run.data
     unknown = set(island.mixture_paths) - {entry.name for entry in data.mixture}
@@ -55,18 +59,19 @@ def _moved(entry: MixtureEntry, places: tuple[str, ...] | None) -> MixtureEntry:
 
 
 def _at_places(source: SourceConfig, places: tuple[str, ...], key: str) -> dict[str, Any]:
-    """The changes to a source that is read from these places. Raises ConfigError."""
+    """Return the changes to a source that is read from these places. Raises ConfigError."""
     if source.source != "huggingface":
         return {"paths": list(places)}
     if len(places) != 1 or not home_path(places[0], key).is_dir():
-        raise ConfigError(f"{key}: got {list(places)}; a dataset of Hugging Face lies in one folder: name that")
+        raise ConfigError(f"{key}: got {list(places)}; a dataset of Hugging Face is in one folder: name that folder")
     return {"dataset": places[0]}
 
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
-    """Load the island's text from its cache, or tokenise it now; what is read shard by shard is here in part only.
+    """Load the island's text from its cache, or tokenise it now. Text that is read in shards is
+    only loaded in part.
 
-    Close it after use.
+    The corpus must be closed after use.
     """
     data, cache_dir = data_of(config, island), island.cache
     if is_streamed(data):
@@ -79,10 +84,12 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
 
 @contextmanager
 def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[Corpus, Callable[[], Corpus]]]":
-    """What the model needs to know of the island's text, and a function that waits for all of it, as `load_corpus`.
+    """Yield what the model must know of the island's text, and a function that waits for the whole
+    corpus.
 
-    Where text is read shard by shard, its first shards are waited for in a thread meanwhile. It is closed at the end of
-    the block; until then whoever reads the text waits for it with its own deadlines. Raises InputError.
+    The function returns the same as `load_corpus`. For text that is read in shards, a thread waits
+    for the first shards; a reader that comes earlier waits with its own deadlines. The corpus is
+    closed at the end of the block. Raises InputError.
     """
     data = data_of(config, island)
     if not is_streamed(data):
@@ -90,7 +97,8 @@ def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[C
         yield corpus, lambda: corpus
         return
     loading: Future[Corpus] = Future()
-    # Nobody waits for this thread if the island fails: a store may be silent for minutes.
+    # A daemon thread, because a store may be silent for minutes and a failed island must not wait
+    # for it.
     Thread(target=lambda: _fulfil(loading, partial(load_corpus, config, island)), name="text", daemon=True).start()
     try:
         yield without_texts(data), loading.result
@@ -102,17 +110,17 @@ def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[C
 def _fulfil(future: "Future[Corpus]", load: Callable[[], Corpus]) -> None:
     try:
         future.set_result(load())
-    except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+    except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the result
         future.set_exception(error)
 
 
 def mark_own(text: Text, entry: MixtureEntry, label: str) -> Text:
-    """The text of a source of the mixture as the island of this name reads it."""
+    """Return the text of a source of the mixture as the island named `label` reads it."""
     return replace(text, reader=(entry.only.index(label), len(entry.only))) if entry.only else text
 
 
 def stream_options(island: IslandConfig) -> StreamOptions:
-    """How the island reads text shard by shard."""
+    """Return the options with which the island reads text in shards."""
     shards = island.shards
     return StreamOptions(
         cache_bytes=None if shards.cache_gb is None else round(shards.cache_gb * 1e9),

@@ -1,4 +1,4 @@
-"""Requests of the operator to a running island: files in its folder, signals, and a time limit.
+"""The operator's requests to a running island: files in its folder, signals, and a time limit.
 
     ISLAND_DIR/save-now             save a checkpoint and continue
     ISLAND_DIR/stop-after-round     leave after the current round, or after as many rounds as the number in the file
@@ -35,19 +35,20 @@ ROUNDS_REMEMBERED = 4
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """What the operator wants now."""
+    """The operator's request at present."""
 
     save: bool = False
-    """True from the request on until `OperatorRequests.mark_saved` is called."""
+    """Whether a checkpoint is requested. It stays True until `OperatorRequests.mark_saved` is
+    called."""
     stop: str = ""
-    """The reason to leave now, "" to continue."""
+    """The reason to leave now; empty to continue."""
 
 
 class OperatorRequests:
-    """Polls the operator's requests on one rank. Only the leader looks at files and at the clock."""
+    """Polls the operator's requests on one rank. Only the leader reads the files and the clock."""
 
     def __init__(self, ranks: RankGroup, folder: Path, max_hours: float | None, started_at: float) -> None:
-        """`started_at` is the start of this process in unix seconds."""
+        """Create the object on one rank. `started_at`: start of this process in unix seconds."""
         self._ranks, self._folder, self._max_hours = ranks, folder, max_hours
         self._is_save_wanted = False
         self._stop_after: int | None = None
@@ -55,9 +56,10 @@ class OperatorRequests:
         self._lock = lock_listener(folder) if ranks.is_leader else None
 
     def poll(self, rounds_done: int) -> OperatorRequest:
-        """The current request, the same on every rank. All ranks must call it together.
+        """Return the current request, which is the same on every rank. All ranks must call it
+        together.
 
-        `rounds_done` is the number of rounds of the run that are done, counting the round in flight.
+        `rounds_done`: number of rounds of the run that are done, including the round in flight.
         """
         return self._ranks.on_leader(lambda: self._poll_files(rounds_done))
 
@@ -66,7 +68,7 @@ class OperatorRequests:
         self._is_save_wanted = False
 
     def close(self) -> None:
-        """Stop accepting requests. Idempotent."""
+        """Stop accepting requests. Further calls do nothing."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -107,7 +109,8 @@ class Clock:
         self._round, self._round_began_at = rounds_done, now
 
     def would_exceed(self, limit_seconds: float) -> bool:
-        """Whether another round, as long as the longest recent one, would end after the limit."""
+        """Return whether another round, as long as the longest recent one, would end after the
+        limit."""
         return self._now() - self._started_at + max(self._rounds, default=0.0) > limit_seconds
 
 
@@ -135,7 +138,8 @@ def consume_request(path: Path) -> str | None:
 
 
 def forward_request(run_dir: Path, name: str, text: str) -> None:
-    """Copy a request in the run's folder to each island running here. `text` replaces an empty one of the operator."""
+    """Copy a request in the run's folder to each island that runs here. `text` replaces an empty
+    request's text."""
     try:
         # Only one of several islands succeeds in renaming the file.
         claimed = (run_dir / name).rename(run_dir / f".{name}.{os.getpid()}")
@@ -151,33 +155,37 @@ def forward_request(run_dir: Path, name: str, text: str) -> None:
 
 
 def lock_listener(folder: Path) -> int | None:
-    """Announce that an island accepts requests in `folder`, until the returned file descriptor is closed.
+    """Announce that an island accepts requests in `folder`, until the returned file descriptor is
+    closed.
 
-    None, with a warning, if that cannot be written: then only files in the island's own folder are requests.
+    If the file cannot be written, return None and log a warning: the island then takes requests
+    from its own folder only.
     """
     with best_effort(f"{folder / LISTENER}: requests in the run's folder do not reach this island"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LISTENER, os.O_CREAT | os.O_RDWR, 0o644)
-        # This cannot block for long: the island has locked its folder, and `is_listening` releases the lock at once.
+        # This cannot block for long: the island has locked its own folder, so only `is_listening`
+        # can hold the lock, briefly.
         wait_for_lock(lock)
         return lock
     return None
 
 
 def is_listening(path: Path) -> bool:
-    """Whether the process that locked this file with `lock_listener` is still running."""
+    """Return whether the process that locked this file with `lock_listener` is still running."""
     with path.open() as file:
         return not try_lock(file, shared=True)
 
 
 def load_start_time(folder: Path, started_at: float) -> float:
-    """The island's start time in unix seconds: stored at the first start, read again after restarts of its ranks."""
+    """Return the island's start time in unix seconds. It is saved at the first start, so restarts
+    do not change it."""
     path = folder / STARTED
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         try:
             return float(path.read_text())
         except (OSError, ValueError):
             log.warning("%s does not say when this island was started: island.max_hours counts from now", path)
-    with best_effort(f"{path} was not written: after a restart island.max_hours counts anew"):
+    with best_effort(f"{path} was not written: after a restart island.max_hours starts from zero again"):
         write_atomically(path, repr(started_at))
     return started_at

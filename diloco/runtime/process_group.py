@@ -19,19 +19,21 @@ from outer.space.ranks import RankGroup
 from outer.transports.gloo.open_files import allow_many_files
 
 GROUP_SECONDS = 1800.0
-"""Time-out of the collectives among an island's ranks. Waits of the outer loop have deadlines of their own."""
+"""Time limit of the collectives among an island's ranks. Waits of the outer loop have their own
+deadlines."""
 LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 DEVICE_KEY = "device"
 LAZY_RANKS = 32
-"""From so many ranks on gloo connects two of them when they first talk, not every pair at the start: measured with 128
-ranks, each has 5 sockets in a group instead of 128."""
+"""With at least this many ranks, gloo connects two ranks when they first communicate, and not every
+pair at the start. Measured with 128 ranks: each rank has 5 sockets per group instead of 128."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 log = logging.getLogger(__name__)
 
 
 def pick_device(island: IslandConfig) -> str:
-    """The device of this rank; the node's first rank logs why it is the CPU. Raises ConfigError as choose_device."""
+    """Return the device of this rank. The node's first rank logs why it is the CPU. Raises
+    ConfigError as choose_device."""
     local_rank, num_local_ranks = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), (LOCAL_SIZE, 1)))
     num_gpus = 0 if island.device == "cpu" else len(list_gpus())
     device = choose_device(island.device, local_rank, num_local_ranks, num_gpus)
@@ -41,8 +43,9 @@ def pick_device(island: IslandConfig) -> str:
 
 
 def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
-    """The island with a compute dtype that its device has; the node's first rank logs a change. Raises ConfigError."""
-    # Of the driver, because torch would open a context on the first GPU for every rank.
+    """Return the island with a dtype that its device supports. The node's first rank logs a change.
+    Raises ConfigError."""
+    # The driver is queried because torch would open a context on the first GPU in every rank.
     cards = () if device == "cpu" else list_cards()
     number = int(device.partition(":")[2] or 0)
     if number >= len(cards):
@@ -55,7 +58,8 @@ def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
 
 @contextmanager
 def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]:
-    """Initialise torch.distributed for the island's ranks and yield their RankGroup. Every rank must enter it."""
+    """Initialise torch.distributed for the island's ranks and yield their RankGroup. Every rank
+    must enter the block."""
     if device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -65,15 +69,17 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", LOCAL_SIZE: "1"}
     backend, timeout = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(seconds=GROUP_SECONDS)
     if os.environ["WORLD_SIZE"] == os.environ.get(LOCAL_SIZE):
-        # On one node no other machine has to reach a rank, whatever interface the cluster's settings name.
+        # On one node only local ranks connect, so loopback is used even if the cluster's settings
+        # name another interface.
         os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     allow_many_files()
-    # Read by torch when the first group is made.
+    # torch reads this variable when the first group is created.
     if int(os.environ["WORLD_SIZE"]) >= LAZY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if os.environ["WORLD_SIZE"] == "1":
-        # NCCL's monitor aborts a process whose heartbeat has stopped for 8 minutes. One rank waits for nobody, so only
-        # a frozen process looks like that, and it would die when it goes on.
+        # NCCL's monitor aborts a process whose heartbeat has stopped for 8 minutes. A single rank
+        # waits for no other, so its heartbeat stops only while the process is frozen, and the
+        # monitor would abort it when it continues.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     store, rank, size = find_store(timeout)
     check_same_device(store, rank, device)
@@ -93,7 +99,8 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
 
 
 def check_same_device(store: dist.Store, rank: int, device: str) -> None:
-    """Raise ConfigError if this rank and rank 0 compute on different kinds of devices. Every rank must call it."""
+    """Raise ConfigError if this rank and rank 0 compute on different kinds of devices. Every rank
+    must call it."""
     kind = device.split(":")[0]
     if rank == 0:
         store.set(DEVICE_KEY, kind)
@@ -105,7 +112,8 @@ def check_same_device(store: dist.Store, rank: int, device: str) -> None:
 
 
 def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store in which the island's ranks meet, this process's rank, and their number."""
+    """Return the store through which the island's ranks connect, this process's rank, and the
+    number of ranks."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
         return dist.HashStore(), rank, size

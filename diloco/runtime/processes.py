@@ -21,15 +21,18 @@ _log = logging.getLogger(__name__)
 
 TERMINATE_SECONDS = 8.0
 KILL_SECONDS = 10.0
-# Otherwise glibc returns a step's large buffers to the system and faults them in again: 4 to 13 % of a step on a CPU.
-# Both are set because setting either one disables glibc's dynamic adjustment of the other.
+# Otherwise glibc returns a step's large buffers to the system and faults them in again, which takes
+# 4 to 13 % of a step on a CPU. Both are set because setting either one disables glibc's dynamic
+# adjustment of the other.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 NODE = "DILOCO_NODE"
-"""An environment variable with the number of its node in each process of an island of several nodes."""
+"""Environment variable with the number of a process's node, set in each process of an island of
+several nodes."""
 LINES_BELOW = 80
-"""An upper limit of the lines that an island's other ranks print after one has ended with an error."""
+"""An upper limit of the lines that an island's other ranks print after one rank has ended with an
+error."""
 PROC = Path("/proc")
-"""Where Linux shows all processes with their environments."""
+"""The folder in which Linux lists all processes with their environments."""
 DAEMON_NAME = "p2pd"
 """Name of the process of a libp2p daemon."""
 _numbers = itertools.count()
@@ -37,9 +40,10 @@ _numbers = itertools.count()
 
 @dataclass
 class Child:
-    """A started process, the log file with its output, and the value of MARK in it and all its descendants.
+    """A started process, its log file, and the value of the variable MARK in the process and all
+    its descendants.
 
-    `env` holds the environment variables that it was given besides this process's own.
+    `env`: environment variables that the process was given in addition to this process's own.
     """
 
     name: str
@@ -55,7 +59,8 @@ class Child:
         return self.process.poll()
 
     def error_excerpt(self) -> str:
-        """The last `error:` message in the log (other ranks may print many lines below it), else the last lines."""
+        """Return the last `error:` message in the log, below which other ranks may print many
+        lines; else the last lines."""
         lines = self.log_tail(LINES_BELOW).splitlines()
         first = max((index for index, line in enumerate(lines) if line.startswith("error: ")), default=None)
         if first is None:
@@ -63,13 +68,14 @@ class Child:
         return "\n".join([lines[first], *takewhile(lambda line: line.startswith("  "), lines[first + 1 :])])
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-num_lines:])
 
 
 def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Child:
-    """Start `command` with its output appended to `log`. A log that cannot be opened costs a warning."""
+    """Start `command` with its output appended to `log`. If the log cannot be opened, only a
+    warning is logged."""
     mark = f"{os.getpid()}-{next(_numbers)}"
     env = dict(env or {})
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
@@ -87,7 +93,8 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The file to append to; a sink without a bottom if the file cannot be opened."""
+    """Return the file, opened for appending; if it cannot be opened, a file that discards all
+    output."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -99,23 +106,26 @@ def open_log(path: Path) -> IO[bytes]:
 def island_command(
     num_ranks: int, arguments: Sequence[str], max_restarts: int = 0, module: str = "diloco"
 ) -> list[str]:
-    """The command that runs `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this machine.
+    """Return the command that runs `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this
+    machine.
 
-    When one rank dies, all are started again, at most `max_restarts` times.
+    When one rank dies, all ranks are started again, at most `max_restarts` times.
     """
     launcher = [sys.executable, "-m", "diloco.runtime.rank_launcher", str(num_ranks), str(max_restarts)]
     return [*launcher, module, *arguments]
 
 
 def become_island(num_ranks: int, arguments: Sequence[str], max_restarts: int) -> NoReturn:
-    """Replace this process by the one that starts the ranks of an island. The arguments are those of island_command."""
+    """Replace this process by the one that starts the ranks of an island. Takes the arguments of
+    island_command."""
     command = island_command(num_ranks, arguments, max_restarts)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
 def stop(children: Sequence[Child]) -> None:
-    """End the children: SIGTERM, then SIGKILL for the rest of their process trees after TERMINATE_SECONDS."""
+    """End the children: SIGTERM, then after TERMINATE_SECONDS SIGKILL for what is left of their
+    process trees."""
     signal_all(children, signal.SIGCONT)
     for child in children:
         terminate(child)
@@ -132,8 +142,9 @@ def terminate(child: Child) -> None:
 
 
 def kill(children: Sequence[Child]) -> None:
-    """Kill the children and all their descendants at once, and wait until none is left."""
-    # All are stopped first, so that no process sees another die or starts a new one before it is killed.
+    """Kill the children and all their descendants at the same time, and wait until none is left."""
+    # All processes are stopped first, so that none sees another die or starts a new one before it
+    # is killed.
     signal_all(children, signal.SIGSTOP)
     signal_all(children, signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
@@ -156,9 +167,9 @@ def signal_all(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 def find_processes(children: Sequence[Child]) -> set[int]:
-    """The process ids of the children and all their descendants that run.
+    """Return the process ids of the children and of all their descendants that run.
 
-    Where there is no PROC, only descendants are found whose parents, up to the child, run.
+    Where there is no PROC, a descendant is found only if all its ancestors up to the child run.
     """
     if not PROC.is_dir():
         return find_descendants({child.process.pid for child in children})
@@ -172,7 +183,8 @@ def find_processes(children: Sequence[Child]) -> set[int]:
 
 
 def find_descendants(roots: set[int]) -> set[int]:
-    """These processes and their descendants, by the parents that `ps` prints, without those that have ended."""
+    """Return the ids of these processes and their descendants that have not ended, by the parents
+    that `ps` prints."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     processes = [line.split() for line in listed.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, state in processes if not state.startswith("Z")}
@@ -183,8 +195,11 @@ def find_descendants(roots: set[int]) -> set[int]:
 
 
 def find_process(child: Child, name: str) -> set[int]:
-    """The process ids of a part of an island: `rankN`, all of `nodeN`, its `agentN` (torchrun) or `daemonN`, or the
-    DAEMON of each node."""
+    """Return the process ids of a part of an island.
+
+    `name`: `rankN`, `nodeN` (all processes of a node), `agentN` (torchrun), `daemonN`, or DAEMON
+    (the daemon of each node).
+    """
     found: set[int] = set()
     for pid in find_processes([child]) - {child.process.pid}:
         with suppress(OSError):
@@ -194,12 +209,14 @@ def find_process(child: Child, name: str) -> set[int]:
 
 
 def parts_of_island(pid: int) -> set[str]:
-    """The names by which `find_process` finds an island's process. Raises OSError if there is none with this id."""
+    """Return the names by which `find_process` finds an island's process. Raises OSError if there
+    is no such process."""
     lines = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
     variables = {name: value for name, _, value in (line.partition("=") for line in lines)}
     node, rank = variables.get(NODE), variables.get("RANK")
     parts = {f"node{node}"}
-    # What a rank or an agent starts inherits its variables and its session, which it leads.
+    # Children of a rank or an agent inherit its variables. Only the rank or agent itself leads its
+    # session.
     if (PROC / str(pid) / "comm").read_text().strip() == DAEMON_NAME:
         parts |= {DAEMON, f"{DAEMON}{node}"}
     elif os.getsid(pid) == pid:

@@ -19,12 +19,13 @@ NO_PROGRESS = Progress()
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The position of an island within a round, while no round is in flight."""
+    """The position of an island within a round, at a time without a round in flight."""
 
     steps: int
     """Number of the round's inner steps that are done."""
     made: Progress
-    """Progress since the last launch. It has more than `steps` steps if it was re-based on others' state."""
+    """Progress since the last launch. If it was re-based on another island's state, it has more
+    than `steps` steps."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Starts all ranks of an island of one node, and starts them again when one dies.
+"""Start all ranks of an island of one node, and start them again when one dies.
 
     python -m diloco.runtime.rank_launcher RANKS MAX_RESTARTS MODULE ARGUMENT...
 
-It does for one node what torchrun does for several, without torchrun's store, which listens on all addresses of the
-machine and loads pickles that anybody may put there. The ranks meet in a file in memory that only they have opened.
-Every rank runs `python -m MODULE ARGUMENT...` with torchrun's variables RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE
-and TORCHELASTIC_RESTART_COUNT. Importing this does not import torch.
+For one node it replaces torchrun and torchrun's store, which listens on all addresses of the
+machine and unpickles data that anybody may send. Here the ranks connect through a file in memory
+that no other process can open. Every rank runs `python -m MODULE ARGUMENT...` with torchrun's
+variables RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and TORCHELASTIC_RESTART_COUNT. Importing
+this does not import torch.
 """
 
 import os
@@ -21,22 +22,26 @@ from diloco.errors import FINAL_STATUS
 from diloco.watchdog.signals import MARK, end_with_parent, watch_parent
 
 STORE = "DILOCO_RANK_STORE"
-"""Environment variable: path of the FileStore in which the ranks of one life of the island meet."""
+"""Environment variable: path of the FileStore through which the ranks of one life of the island
+connect."""
 POLL_SECONDS = 0.1
 STOP_SECONDS = 6.0
-"""Time for ranks to say goodbye (diloco.watchdog.signals.GRACE_SECONDS) and to end. It is shorter than
-processes.TERMINATE_SECONDS."""
+"""Time for ranks to announce that they leave (diloco.watchdog.signals.GRACE_SECONDS) and to end. It
+is shorter than processes.TERMINATE_SECONDS."""
 STOPS, FORWARDED = (signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1, signal.SIGUSR2)
 ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))
-"""Exit statuses of a rank after which the island is not started again: a refusal, or a request to leave."""
+"""Exit statuses of a rank after which the island is not started again: a refusal, or a request to
+leave."""
 Rank = subprocess.Popen[bytes]
 
 
 def launch_ranks(command: Sequence[str], num_ranks: int, max_restarts: int) -> int:
-    """Run `command` on every rank until all have ended with status 0, starting all again at most `max_restarts` times.
+    """Run `command` on every rank until all end with status 0. After a failure start all again, at
+    most `max_restarts` times.
 
-    Returns 0, the status of the rank that failed (128 + the signal's number if a signal ended it), or 128 + the number
-    of the SIGTERM or SIGINT that ended this process. Must be called from the main thread.
+    Return 0, the status of the failed rank (128 + the signal's number if a signal ended it), or 128
+    + the number of the SIGTERM or SIGINT that ended this process. Must be called from the main
+    thread.
     """
     received: list[int] = []
     for number in (*STOPS, *FORWARDED):
@@ -50,11 +55,12 @@ def launch_ranks(command: Sequence[str], num_ranks: int, max_restarts: int) -> i
 
 
 def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[int]) -> int:
-    """Start all ranks and wait until all have ended. Returns their common exit status. `life` counts from 0."""
+    """Start all ranks and wait until all have ended. Return their common exit status. `life` counts
+    starts from 0."""
     with open_store() as (path, descriptors):
         shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": life}
         env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
-        # Otherwise each rank computes with as many threads as the machine has cores.
+        # Otherwise each rank would compute with as many threads as the machine has cores.
         env.setdefault("OMP_NUM_THREADS", "1")
         env.setdefault(MARK, str(os.getpid()))
         ranks = [start_rank(command, rank, env, descriptors) for rank in range(num_ranks)]
@@ -66,9 +72,11 @@ def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[i
 
 @contextmanager
 def open_store() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A path at which every rank finds the same empty file, and the descriptors that the ranks must inherit for it."""
+    """Yield a path at which every rank finds the same empty file, and the descriptors that the
+    ranks must inherit."""
     if hasattr(os, "memfd_create"):
-        # No other user can open it, and nothing of it is left, even if all processes are killed.
+        # No other user can open the file, and nothing of it is left, even if all processes are
+        # killed.
         file = os.memfd_create("ranks")
         try:
             yield f"/proc/self/fd/{file}", (file,)
@@ -80,7 +88,7 @@ def open_store() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descriptors: Sequence[int]) -> Rank:
-    """Start one rank in a session of its own, so that Ctrl-C reaches it through this process only."""
+    """Start one rank in a separate session, so that Ctrl-C reaches it only through this process."""
     return subprocess.Popen(
         command,
         env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -91,9 +99,10 @@ def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descri
 
 
 def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank") -> int:
-    """Wait until all ranks have ended with status 0, or one has failed, or SIGTERM or SIGINT has come. Ends none.
+    """Wait until all ranks have ended with status 0, one has failed, or SIGTERM or SIGINT has come.
+    Ends no rank.
 
-    Messages call them by `noun`.
+    `noun`: what messages call a rank.
     """
     while True:
         while received:
@@ -103,7 +112,8 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank
             signal_ranks(ranks, number)
         statuses = [rank.poll() for rank in ranks]
         if any(statuses):
-            # A rank that ends breaks the collectives of the others, which may be seen to have ended first.
+            # When a rank ends, the collectives of other ranks break, and another rank's end may be
+            # noticed first. So wait a moment, and then collect the statuses of all ranks.
             time.sleep(POLL_SECONDS)
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
             return report_failure(failed, noun)
@@ -113,9 +123,11 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank
 
 
 def report_failure(failed: Mapping[int, int], noun: str = "rank") -> int:
-    """Print how ranks have ended. Returns the island's exit status. `failed` has the ranks' Popen.returncode."""
-    # The others fail as well when the rank that they wait for ends, so a status that says why comes first, and then a
-    # signal: whoever was killed has not failed because of another.
+    """Print how ranks ended, and return the island's exit status. `failed`: Popen.returncode of the
+    failed ranks."""
+    # The other ranks fail too when the rank for which they wait ends. So a status that names a
+    # cause comes first, then a signal, because a killed rank did not fail as a consequence of
+    # another failure.
     rank, code = min(failed.items(), key=lambda item: (item[1] not in ENDED_FOR_GOOD, item[1] >= 0))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     say(f"{noun} {rank} {how}")
@@ -123,10 +135,11 @@ def report_failure(failed: Mapping[int, int], noun: str = "rank") -> int:
 
 
 def end_ranks(ranks: Sequence[Rank]) -> None:
-    """End the ranks that still run: SIGTERM, then SIGKILL for them and for what they have started.
+    """End the ranks that still run: SIGTERM, then SIGKILL for them and all processes that they have
+    started.
 
-    A libp2p daemon of a dead rank would keep the island's port for seconds. Nothing is killed after a life in which all
-    ranks ended with status 0.
+    A libp2p daemon of a dead rank would occupy the island's port for seconds. Nothing is killed
+    after a life in which all ranks ended with status 0.
     """
     if all(rank.poll() == 0 for rank in ranks):
         return
@@ -148,8 +161,9 @@ def signal_ranks(ranks: Sequence[Rank], number: int) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line about the ranks to stderr, where they write their logs."""
-    # A log on a full disk must not end the ranks, nor keep them from being started again.
+    """Print a line about the ranks to stderr, which also has the ranks' logs."""
+    # Failing to print, for example to a full disk, must neither end the ranks nor prevent a
+    # restart.
     with suppress(OSError):
         sys.stderr.write(f"diloco: {text}\n")
         sys.stderr.flush()

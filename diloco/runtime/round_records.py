@@ -1,4 +1,5 @@
-"""Records of an island's rounds: attempts and waits when they happen, committed rounds when they land. Leader only."""
+"""Record an island's rounds: attempts and waits when they happen, committed rounds when they land.
+Leader only."""
 
 import logging
 import math
@@ -16,20 +17,24 @@ WAIT_SECONDS = 15.0
 """Least time between two records of a wait for the same islands."""
 FATE = (
     "; that is no majority of the {} islands that began (outer.start_islands), so this round and later ones are thrown "
-    "away if the others commit more tokens meanwhile"
+    "away if the other islands commit more tokens"
 )
 
 
 class RoundRecords:
-    """Writes to metrics.jsonl, from any thread. Without metrics, on ranks other than the leader, it does nothing."""
+    """Writes records to metrics.jsonl, from any thread. Does nothing on ranks other than the
+    leader."""
 
     def __init__(self, metrics: Metrics | None, start_islands: int, beat: Callable[[], None] = lambda: None) -> None:
-        """`beat` is told each time that a round has shown a sign of life."""
+        """Create the records of a leader, or of another rank with `metrics` None. `beat` is called
+        at each sign of progress."""
         self._metrics, self._start_islands, self._beat = metrics, start_islands, beat
         self.contribution = NO_PROGRESS
-        """Progress that the island contributes to the round under way; none while it observes."""
+        """Progress that the island contributes to the round in progress; empty while it
+        observes."""
         self.find_ledger: Callable[[], Ledger] = Ledger
-        """Finds the data ledger of the committed state. The outer loop is built after this object, and sets it."""
+        """Returns the data ledger of the committed state. The outer loop sets it, because it is
+        built after this object."""
         self._minority: list[str] = []
         self._lost: dict[str, float] = {}
         """When each lost island was last recorded."""
@@ -37,12 +42,14 @@ class RoundRecords:
         """The islands of the last recorded wait, and when it was recorded."""
 
     def on_abort(self, report: RoundReport) -> None:
-        """Record an attempt that was aborted just now. It has changed no ledger."""
+        """Record an attempt that was aborted just now. An aborted attempt does not change the
+        ledger."""
         self._beat()
         self.write(report, self.contribution, 0.0, self.find_ledger())
 
     def on_wait(self, waiting: Waiting | None) -> None:
-        """Record whom a round waits for, at once for other islands than before, else every WAIT_SECONDS."""
+        """Record for which islands a round waits: at once if they changed, else every
+        WAIT_SECONDS."""
         self._beat()
         if waiting is None or self._metrics is None:
             return
@@ -52,14 +59,15 @@ class RoundRecords:
             self._metrics.write(EventRecord(name="waiting", text=str(waiting)))
 
     def on_lost(self, island: str, cause: str) -> None:
-        """Record that an island is lost to this one, at most every WAIT_SECONDS for the same island."""
+        """Record that this island lost another island, at most every WAIT_SECONDS for the same
+        island."""
         now = time.monotonic()
         if self._metrics is not None and now - self._lost.get(island, -math.inf) >= WAIT_SECONDS:
             self._lost[island] = now
             self._metrics.write(EventRecord(name=LOST, text=f"{island}: {cause}"))
 
     def on_download(self, text: str) -> None:
-        """Record how much of others' state has come."""
+        """Record how much of another island's state has been downloaded."""
         self._beat()
         if self._metrics is not None:
             self._metrics.write(EventRecord(name="downloading", text=text))
@@ -72,9 +80,11 @@ class RoundRecords:
         ledger: Ledger,
         ranks: list[list[float]] | None = None,
     ) -> None:
-        """Write one line for an attempt, and warn if few islands have committed, as a broken network would make it.
+        """Write the record of an attempt, and warn if few islands committed it, which may be due to
+        a broken network.
 
-        `ranks`: times of the island's ranks (watchdog/rank_times.py), with the attempt that has landed.
+        `ranks`: times of the island's ranks (watchdog/rank_times.py), given with an attempt that
+        has landed.
         """
         if self._metrics is None:
             return

@@ -1,4 +1,5 @@
-"""Step and evaluation records, made in the same way by islands and by the data-parallel baseline."""
+"""Make the records of steps and evaluations, in the same way for islands and for the data-parallel
+baseline."""
 
 import math
 import threading
@@ -24,7 +25,8 @@ from inner.model.sizes import OwnModel, resolve_model
 from inner.trainer import StepResult, Trainer
 
 MAX_KEPT = 16
-"""Evaluations that are kept. Islands are within a round of each other; with gossip each has params of its own."""
+"""Number of evaluations that are kept. It is enough because islands are within a round of each
+other; with gossip each island has its own params to evaluate."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,31 @@ class MfuMeter:
 
     flops_per_token: float
     peak: float | None
-    """Peak FLOP/s of one rank; None if there is none for this device and compute dtype, or it is not used."""
+    """Peak FLOP/s of one rank; None if it is not known for this device and compute dtype, or not
+    used."""
     num_ranks: int
     source: str = ""
-    """What the peak is and where it is from, as text; empty if nobody asks for it."""
+    """The peak and its source, as text; empty if it is not used."""
 
     def at_length(self, config: RunConfig, corpus: Corpus) -> "MfuMeter":
-        """The meter for sequences of this config's length."""
+        """Return the meter for sequences of this config's length."""
         model = resolve_model(config.model, corpus.vocab_size)
         if isinstance(model, OwnModel):
             return self
         return replace(self, flops_per_token=flops_per_token(model, config.data.seq_len).total)
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation, in the convention of inner/flops.py."""
+        """Return the model FLOPs utilisation, defined as in inner/flops.py."""
         if self.peak is None:
             return None
         return utilisation(self.flops_per_token, tokens_per_second, self.num_ranks, self.peak)
 
 
 def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> MfuMeter:
-    """The meter of an island with this config. If it measures the device's peak, that takes less than a second.
+    """Return the meter of an island with this config. Measuring the device's peak takes less than a
+    second.
 
-    Nobody counts the FLOPs of an own model, so it has no utilisation.
+    The FLOPs of an own model are not known, so its utilisation is None.
     """
     model = resolve_model(config.model, corpus.vocab_size)
     if isinstance(model, OwnModel):
@@ -66,9 +70,10 @@ def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, dev
 
 
 def find_peak(device: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
-    """Peak FLOP/s of one rank, None if it is not known, and where it is from, as text.
+    """Return the peak FLOP/s of one rank (None if it is not known), and its source as text.
 
-    It is measured, unless several islands have the device: they would measure what the others leave of it.
+    It is measured, unless several islands share the device: then a measurement would depend on the
+    load of the others.
     """
     if num_sharers > 1:
         return peak_by_sheet(torch.cuda.get_device_name(device), dtype, num_sharers)
@@ -77,7 +82,8 @@ def find_peak(device: str, dtype: str, num_sharers: int) -> tuple[float | None, 
 
 
 def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
-    """The same from the data sheet of a GPU that several islands share. Sheets have the products in bf16."""
+    """Return what find_peak returns, from the data sheet of a GPU that several islands share.
+    Data sheets list products in bf16."""
     sheet = find_sheet(device_name) if dtype == "bfloat16" else None
     source = (
         f"no data sheet of {device_name!r} is known here"
@@ -89,19 +95,20 @@ def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float
 
 
 def describe_peak(peak: float | None, dtype: str, source: str) -> str:
-    """What utilisations are relative to, as text."""
-    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s a rank"
+    """Return a text about the peak to which utilisations are relative."""
+    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s per rank"
     return f"{what} in {dtype}, {source}"
 
 
 def note_peak(book: Logbook, speed: MfuMeter | None) -> None:
-    """Note in the logbook what the utilisations of this start are relative to. Only a leader has a meter."""
+    """Write to the logbook to which peak utilisations are relative. Only a leader has a meter."""
     if speed is not None and speed.source:
         book.note("peak", speed.source)
 
 
 def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:
-    """The record of an inner step. `tokens` is the total number of tokens trained on so far."""
+    """Return the record of an inner step. `tokens`: total number of tokens that the island has
+    trained on."""
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(
         **{name: getattr(result, name) for name in ("step", "loss", "lr", "grad_norm", "seconds")},
@@ -120,7 +127,8 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
     """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
     seq_len, wanted, compared = config.data.seq_len, config.evaluate.tokens, corpus.compared
     counts_of = dict(zip(compared.texts, heldout_counts(compared, seq_len, wanted), strict=True))
-    # A source of little weight, or of this island alone, has a loss as well, and no part in the mixture's.
+    # A source without a part in the mixture's loss (of small weight, or of this island alone) still
+    # gets a loss of its own.
     counts = [counts_of.get(text, 0) for text in corpus.texts]
     sums = [
         _sum_losses(config, trainer, replace(corpus, texts=(text,)), count or _windows_beside(text, seq_len, wanted))
@@ -142,22 +150,25 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
 
 
 def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
-    """The loss over summed losses and numbers of targets. Raises InputError if `wanted` tokens hold no target."""
+    """Return the mean loss from (summed loss, number of targets). Raises InputError if there is no
+    target."""
     if not (targets := sum(number for _, number in sums)):
         raise InputError(
-            f"evaluate.tokens={wanted}: so many held-out tokens hold nothing that is learned, such as the words of an "
-            "assistant; raise evaluate.tokens or data.seq_len"
+            f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to learn, such as the "
+            "words of an assistant; raise evaluate.tokens or data.seq_len"
         )
     return sum(loss for loss, _ in sums) / targets
 
 
 def _windows_beside(text: Text, seq_len: int, num_tokens: int) -> int:
-    """Windows of a source that has no part in the mixture's loss: one, or all that are wanted of this island's own."""
+    """Return the windows to evaluate of a source outside the mixture's loss: one, or all of this
+    island's own source."""
     return 1 if text.reader is None else -(-num_tokens // seq_len)
 
 
 def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int) -> tuple[float, int]:
-    """Summed loss and number of targets of the first held-out windows of a corpus of one source."""
+    """Return the summed loss and number of targets of the first held-out windows of a corpus of one
+    source."""
     seq_len, micro_batch = config.data.seq_len, trainer.settings.micro_batch
     place = trainer.data_rank, trainer.num_data_ranks
     return trainer.evaluate(heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch))
@@ -169,10 +180,11 @@ def bits_per_byte(loss: float, corpus: Corpus) -> float:
 
 
 class SharedEvaluations:
-    """Held-out losses that islands of one process share: each is found once, whichever thread asks for it first.
+    """Held-out losses that islands of one process share. Each is computed once, in the thread that
+    first asks for it.
 
-    After a commit all islands hold the same global params, so their losses are equal bit for bit, and the first island
-    that comes to an evaluation makes it for all.
+    After a commit all islands hold the same global params, so their losses are equal bit for bit.
+    The first island that comes to an evaluation computes it for all.
     """
 
     def __init__(self) -> None:
@@ -180,10 +192,12 @@ class SharedEvaluations:
         self._found: OrderedDict[Hashable, Future[EvalRecord]] = OrderedDict()
 
     def find(self, key: Hashable, evaluate: Callable[[], EvalRecord]) -> EvalRecord:
-        """The record of `evaluate`, or of the island that was first to ask for an equal key.
+        """Return the result of `evaluate`, or the stored result of the island that first used an
+        equal key.
 
-        `key` must say everything that the loss depends on. Waits as long as that island's `evaluate`, which must not
-        wait for other islands; what it raises is raised for all.
+        `key` must contain everything on which the loss depends. Waits while that island's
+        `evaluate` runs, which must not wait for other islands. Its exception is raised for all
+        islands.
         """
         own = Future[EvalRecord]()
         with self._lock:
@@ -193,6 +207,6 @@ class SharedEvaluations:
         if found is own:
             try:
                 own.set_result(evaluate())
-            except BaseException as error:  # noqa: BLE001 - raised below, and for the others
+            except BaseException as error:  # noqa: BLE001 - raised below, and for the other islands
                 own.set_exception(error)
         return replace(found.result(), time=time.time())

@@ -1,4 +1,4 @@
-"""By what islands compare the text that they all should have."""
+"""Compute the size and digest by which islands compare the text that they should all have."""
 
 import numpy as np
 from blake3 import blake3
@@ -9,13 +9,15 @@ from inner.data.shards import Tokens
 from outer.membership.base import TextPrint
 
 WINDOW_TOKENS, MAX_WINDOWS = 1024, 4096
-"""A text of more tokens than their product is hashed in so many windows of it, evenly spaced."""
+"""A text of more tokens than WINDOW_TOKENS x MAX_WINDOWS is hashed in MAX_WINDOWS evenly spaced
+windows."""
 
 
 def text_print(corpus: Corpus) -> TextPrint | None:
-    """Size and digest of the texts that all islands have. None if one is read in shards, of which not all are here.
+    """Return the size and digest of the texts that all islands have; None if a text is read in
+    shards and here in part.
 
-    Neither the folder of a text nor the width of its token ids enters it.
+    The digest does not depend on the folder of a text or on the width of its token ids.
     """
     total, digest = 0, blake3()
     for text in corpus.texts:
@@ -31,10 +33,10 @@ def text_print(corpus: Corpus) -> TextPrint | None:
 
 
 def hash_tokens(digest: blake3, tokens: Tokens) -> None:
-    """Add all tokens, or those of MAX_WINDOWS windows, to a digest."""
+    """Add to a digest all tokens, or the tokens of MAX_WINDOWS windows."""
     num_windows = -(-len(tokens) // WINDOW_TOKENS)
     num_hashed = min(num_windows, MAX_WINDOWS)
     for number in range(num_hashed):
-        # The first and the last are among them.
+        # The first and the last window are included.
         begin = number * (num_windows - 1) // max(num_hashed - 1, 1) * WINDOW_TOKENS
         digest.update(np.asarray(tokens[begin : begin + WINDOW_TOKENS]).astype("<u4").tobytes())

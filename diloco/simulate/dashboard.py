@@ -25,7 +25,7 @@ COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sen
 
 @dataclass
 class RunState:
-    """The islands of a run. `total_steps` is the number of inner steps planned for each."""
+    """The islands of a run. `total_steps`: number of inner steps planned for each island."""
 
     islands: list[LatestRecords]
     total_steps: int
@@ -34,7 +34,7 @@ class RunState:
 
 
 def table_rows(state: RunState) -> list[tuple[str, ...]]:
-    """One row of text for each island: COLUMNS, then its last event."""
+    """Return one row of text for each island: COLUMNS, then its last event."""
     return [
         (
             island.name,
@@ -53,9 +53,10 @@ def table_rows(state: RunState) -> list[tuple[str, ...]]:
 
 
 class Dashboard:
-    """A table that redraws itself on a terminal. Elsewhere it prints a status line at each round or every few seconds.
+    """A table that redraws itself on a terminal. Elsewhere it prints a status line at each round or
+    every few seconds.
 
-    Use it as a context manager and call `update` a few times a second.
+    Use it as a context manager and call `update` a few times per second.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Dashboard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console(highlight=False)
-        """Everything else that is printed while the dashboard is shown must go through this console."""
+        """The console for everything else that is printed while the dashboard is shown."""
         self.state = RunState([LatestRecords(name) for name in islands], total_steps)
         self._title = run_dir.name
         self._run_dir = run_dir
@@ -119,7 +120,8 @@ class Dashboard:
             self._print(format_status_line(self.state))
 
     def _rounds_decided(self) -> int:
-        # Only the island that is furthest ahead counts, so that a round prints one line and not one for each island.
+        # Only the most advanced island counts, so that a round prints one line and not one line per
+        # island.
         return max((len(island.committed) + island.num_aborted for island in self.state.islands), default=0)
 
     def _print_events(self, before: Sequence[str]) -> None:
@@ -132,7 +134,7 @@ class Dashboard:
 
 
 def render_table(title: str, state: RunState) -> Group:
-    """Render the table of all islands, with their last events and the last faults below it."""
+    """Render the table of all islands, with their last events and the last faults below the table."""
     table = Table(
         title=Text(f"{title}  {human_seconds(state.seconds)}"),
         title_justify="left",
@@ -183,7 +185,8 @@ def format_status_line(state: RunState) -> str:
 
 
 def format_losses(islands: Sequence[LatestRecords]) -> str:
-    """Each island's training loss, or the range when there are more than LOSSES_SHOWN islands."""
+    """Return each island's training loss, or the range if there are more than LOSSES_SHOWN
+    islands."""
     known = [island.loss for island in islands if island.loss is not None]
     if len(islands) <= LOSSES_SHOWN or not known:
         return " ".join(human_loss(island.loss) for island in islands[:LOSSES_SHOWN])

@@ -1,4 +1,4 @@
-"""The processes of a simulated run, and how each is started and restarted."""
+"""Start and restart the processes of a simulated run."""
 
 import json
 import re
@@ -29,7 +29,8 @@ PROXY_PORT = 3128
 
 @dataclass
 class Fleet:
-    """The processes of a run. `started` holds all ever started, `join` starts an island that joins, by its index."""
+    """The processes of a run. `started`: all processes ever started; `join`: starts a joining
+    island by its index."""
 
     run_dir: Path
     started: list[Child]
@@ -41,31 +42,33 @@ class Fleet:
     net: Net | None = None
     links: Links = field(default_factory=Links)
     injects_faults: bool = False
-    """Whether faults may be requested from running islands."""
+    """Whether running islands accept requests for faults."""
     namespaces: dict[Target, Namespace] = field(default_factory=dict)
     nat: Sequence[int] = ()
     """Islands behind a NAT."""
     num_nodes: int = 1
-    """Nodes of each island that does not join."""
+    """Number of nodes of each island that does not join."""
     sites: dict[Target, Site] = field(default_factory=dict)
-    """Where islands of several nodes or behind a NAT run. Their namespaces are those of their routers."""
+    """The emulated network of islands behind a NAT or with several nodes, whose namespaces are
+    those of their routers."""
     proxied: Sequence[int] = ()
-    """Islands that nothing leaves but by a proxy on their router."""
+    """Islands whose only way out is a proxy on their router."""
     relays: tuple[str, ...] = ()
-    """Addresses of the relays by which the islands of `hidden` are reached."""
+    """Addresses of the relays through which the islands of `hidden` are reached."""
     gpus: GpuShares = field(default_factory=GpuShares)
 
     @property
     def hidden(self) -> set[int]:
-        """Islands that nobody can reach but by a relay."""
+        """Islands that can only be reached through a relay."""
         return {*self.nat, *self.proxied}
 
     def child(self, target: Target) -> Child | None:
-        """The target's current process, None if it was never started."""
+        """Return the target's current process, or None if it was never started."""
         return self.services.get(target) if isinstance(target, str) else self.islands.get(target)
 
     def restart(self, target: Target) -> None:
-        """Start the target again with the same command, after all processes of its previous life are killed."""
+        """Start the target again with the same command, after killing all processes of its previous
+        life."""
         old = self.child(target)
         assert old is not None, f"{target} was never started"
         kill([old])
@@ -80,14 +83,14 @@ class Fleet:
             self.islands[target] = new
 
     def add_joiner(self, index: int) -> None:
-        """Start an island that joins the running swarm, or start it again."""
+        """Start, or restart, an island that joins the running swarm."""
         assert self.join is not None, "this fleet takes no joiners"
         self.joined.add(index)
         self.islands[index] = self.join(index)
 
 
 def assign_namespace(fleet: Fleet, target: Target, num_nodes: int = 1) -> None:
-    """Give the target a namespace and a link of its own, if the fleet has an emulated network."""
+    """Give the target its own namespace and link, if the fleet has an emulated network."""
     if fleet.net is None or target in fleet.namespaces:
         return
     router = fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
@@ -119,10 +122,11 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
 
 
 def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
-    """Start an island like the config's last one with the command `diloco join`, or restart one that joined before."""
+    """Start an island with the command `diloco join` and the values of the config's last island, or
+    restart it."""
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
-    island = island.model_copy(update={"ranks": island.ranks // fleet.num_nodes})  # it has one node
-    island = own_the_places(config.run, island)  # the operator of this machine has written the run's config
+    island = island.model_copy(update={"ranks": island.ranks // fleet.num_nodes})  # a joining island has one node
+    island = own_the_places(config.run, island)  # allowed because the run's config is by this machine's operator
     fleet.gpus.give_spare(index, island)
     folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
@@ -136,7 +140,8 @@ def start_joiner(config: Config, index: int, address: str, faults: Sequence[Faul
 
 
 def changed_values(island: IslandConfig) -> list[str]:
-    """The island's values that differ from the defaults, as overrides, without those that the launcher sets."""
+    """Return the island's values that differ from the defaults, as overrides, except those that the
+    launcher sets."""
     values, defaults = island.model_dump(mode="json"), IslandConfig().model_dump(mode="json")
     set_by_launcher = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
     names = [name for name in values if name not in set_by_launcher and values[name] != defaults[name]]
@@ -144,7 +149,8 @@ def changed_values(island: IslandConfig) -> list[str]:
 
 
 def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
-    """Overrides for where the island writes and listens, and for the faults it inflicts on itself."""
+    """Return overrides for where the island writes and listens, and for the faults that it injects
+    into itself."""
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
     if index in fleet.hidden:
         overrides.append(f"island.relays=[{','.join(fleet.relays)}]")
@@ -158,7 +164,8 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
     if specs:
         overrides.append(f"island.faults={json.dumps(specs)}")
     if fleet.injects_faults:
-        # Only if this folder exists does the island check for requested faults, at each payload and step.
+        # Only if this folder exists does the island check for requested faults at each payload and
+        # step.
         (fleet.run_dir / island.label / FAULTS_FOLDER).mkdir(parents=True, exist_ok=True)
     return overrides
 
@@ -174,7 +181,8 @@ def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str],
 
 
 def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
-    """Start the run's bootstrap process and return its address, which it keeps after a restart."""
+    """Start the run's bootstrap process and return its address, which does not change at a
+    restart."""
     kind = config.outer.network.rendezvous
     host = fleet.namespaces[BOOTSTRAP].host if fleet.net else config.island.listen_host
     command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
@@ -191,7 +199,8 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
 
 
 def start_relays(config: Config, fleet: Fleet) -> None:
-    """Start the relays for the islands that nobody can reach, each on a machine of its own. They keep their ports."""
+    """Start the relays for the islands in `hidden`, each on its own machine. They keep their ports
+    at a restart."""
     key = [] if config.island.run_key_file is None else ["--run-key-file", config.island.run_key_file]
     for name in RELAYS:
         assign_namespace(fleet, name)
@@ -203,20 +212,22 @@ def start_relays(config: Config, fleet: Fleet) -> None:
 
 
 def start_proxy(fleet: Fleet, index: int) -> None:
-    """Start the proxy of an island that lets nothing else out, on the island's router."""
+    """Start the proxy that is the only way out of an island, on the island's router."""
     words = [sys.executable, "-m", "diloco.network_emulation.proxy", fleet.sites[index].gateway, str(PROXY_PORT)]
     log = empty_log(fleet.run_dir / f"proxy-{index}.txt")
     fleet.started.append(start(f"proxy-{index}", fleet.namespaces[index].command(*words), log))
 
 
 def empty_log(path: Path) -> Path:
-    """The path, where no address of an earlier start is left to be read."""
+    """Return the path after emptying the log, so that no address of an earlier start is read from
+    it."""
     path.unlink(missing_ok=True)
     return path
 
 
 def wait_for_address(child: Child) -> str:
-    """The address that a process prints once it serves. Raises ConfigError if it does not in time."""
+    """Return the address that a process prints once it serves. Raises ConfigError if it does not
+    print it in time."""
     deadline = time.monotonic() + BOOTSTRAP_SECONDS
     while time.monotonic() < deadline and child.exit_code is None:
         for line in child.log.read_text(errors="replace").splitlines():
@@ -224,12 +235,12 @@ def wait_for_address(child: Child) -> str:
                 return line.removeprefix(PREFIX)
         time.sleep(POLL_SECONDS)
     raise ConfigError(
-        f"the process {child.name!r} gave no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}"
+        f"the process {child.name!r} printed no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}"
     )
 
 
 def port_of(address: str) -> str:
     """Extract the port from tcp://HOST:PORT or /ip4/HOST/tcp/PORT/p2p/PEER."""
     found = re.search(r"(?:/tcp/|:)(\d+)", address)
-    assert found is not None, f"{address} has a port"
+    assert found is not None, f"{address} has no port"
     return found[1]

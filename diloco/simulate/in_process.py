@@ -1,8 +1,8 @@
 """`diloco simulate --in-process`: all islands of a run as threads of one child process, which runs threads.py.
 
-This is for research on algorithms: many islands run on a small machine and compute bit for bit what real processes do.
-A round therefore never goes on without an island: the quorum is all islands, however long one waits for a processor.
-This module does not import torch.
+This is for research on algorithms: many islands run on a small machine and compute bit for bit the
+same as real processes. A round therefore never continues without an island: the quorum is all
+islands, however long an island waits for a processor. This module does not import torch.
 """
 
 import sys
@@ -20,12 +20,14 @@ from diloco.simulate.dashboard import Dashboard, print_failure
 LOG = "islands.txt"
 """File in the run's folder that holds the child's output."""
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Without it, glibc keeps a step's memory for each thread, which doubles the memory of a run with 4 islands."""
+"""Setting of glibc. Without it, glibc keeps each thread's memory of a step, which doubles the
+memory of 4 islands."""
 POLL_SECONDS = 0.05
 
 
 def configure_in_process(config: Config, *, has_disturbances: bool) -> Config:
-    """The config adapted to one process. Raises ConfigError with every setting that needs separate processes.
+    """Return the config adapted to one process. Raises ConfigError that lists all settings that
+    need separate processes.
 
     `has_disturbances`: whether faults, namespaces or links are requested.
     """
@@ -63,7 +65,7 @@ def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Ite
     if island.faults:
         yield f"{name}: island.faults apply to processes; leave them out"
     if island.device != first.device:
-        yield f"{name}: island.device is {island.device!r}, that of {first.label} {first.device!r}; use one"
+        yield f"{name}: island.device is {island.device!r}, {first.label} has {first.device!r}; use one device"
     if island.profile.steps is not None:
         yield f"{name}: island.profile.steps is set, but a profile covers a whole process; set steps to null"
     if island.wandb != "off":
@@ -71,9 +73,10 @@ def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Ite
 
 
 def run_in_process(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
-    """Start the child process and show the run until it is over. Returns whether the islands finished it."""
+    """Start the child process and show the run until it is over. Return whether the islands
+    finished it."""
     command = [sys.executable, "-m", "diloco", "islands", str(run_dir / "config.yaml")]
-    # The command line takes precedence over the island's own run_dir.
+    # The command line takes precedence over a run_dir in the entry of an island.
     child = start("the islands", [*command, f"island.run_dir={run_dir.parent}"], run_dir / LOG, ONE_ARENA)
     started.append(child)
     names = [config.for_island(index).label for index in range(len(config.islands))]

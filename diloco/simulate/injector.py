@@ -1,4 +1,5 @@
-"""Injects faults into the processes of a simulated run. Every injection is recorded in faults.jsonl."""
+"""Inject faults into the processes of a simulated run. Every injection is recorded in
+faults.jsonl."""
 
 import os
 import signal
@@ -19,12 +20,13 @@ from diloco.simulate.fleet import Fleet
 
 
 class RoundProgress:
-    """How far an island has come, as its metrics show."""
+    """The progress of an island according to its metrics."""
 
     def __init__(self, path: Path) -> None:
         self.round = self.step = self.num_records = 0
         self.num_records_before_start = 0
-        """Number of records from before the last restart. The island is starting until it has written another."""
+        """Number of records from before the last restart. The island counts as starting until it
+        writes a new record."""
         self._tail = Tail(path)
 
     def read(self) -> None:
@@ -37,7 +39,7 @@ class RoundProgress:
                 self.round = max(self.round, record.round + 1)
 
     def has_reached(self, fault: Fault) -> bool:
-        """Whether the island has begun the fault's round or made its step."""
+        """Return whether the island has begun the fault's round, or made the fault's step."""
         if fault.step is not None:
             return self.step >= fault.step
         return fault.round is not None and self.num_records > 0 and self.round >= fault.round
@@ -57,14 +59,17 @@ class FaultInjector:
         self._frozen: set[Target] = set()
         self._ended_by_fault: set[str] = set()
         self._restarts: dict[Target, tuple[Fault, float | None]] = {}
-        """By target: the fault after which it is started again, and when. The time is None while it is still ending."""
+        """For each target, the fault after which it is restarted, and the time; None while the
+        target is still ending."""
         self._too_late: frozenset[int] | None = None
-        """Islands that were still starting when another finished. The run is over before they can join it."""
+        """Islands that were still starting when another island finished. The run is over before
+        they can join it."""
         self._scheduled_ends: list[tuple[float, Fault, Callable[[], str]]] = []
-        """When a fault ends, the fault, and a function that ends it and returns a description."""
+        """The time at which a fault ends, the fault, and a function that ends it and returns a
+        description."""
 
     def poll(self) -> None:
-        """Inject, end and undo every fault that is due."""
+        """Inject every fault that is due, and end or undo every fault whose time is over."""
         for progress in self._progress.values():
             progress.read()
         now = time.monotonic()
@@ -89,7 +94,8 @@ class FaultInjector:
         self._restart_due(now)
 
     def is_over(self) -> bool:
-        """Whether the run is over. Once one island has finished, islands that are down are not waited for."""
+        """Return whether the run is over. Once one island has finished, islands that are down are
+        not waited for."""
         running = [index for index, child in self._fleet.islands.items() if child.exit_code is None]
         if self._any_finished():
             if self._too_late is None:
@@ -98,14 +104,15 @@ class FaultInjector:
         return not running and not any(isinstance(target, int) for target in self._restarts)
 
     def is_down(self, index: int) -> bool:
-        """Whether the island takes no part now: it failed, is being ended, is frozen, or is still starting."""
+        """Return whether the island takes no part at present: it failed, is being ended, is frozen,
+        or is still starting."""
         child = self._fleet.islands[index]
         if child.exit_code is not None:
             return child.exit_code != 0
         return child.mark in self._ended_by_fault or self._is_starting(index) or index in self._frozen
 
     def ended_by_fault(self, child: Child) -> bool:
-        """Whether a fault has ended, or is ending, the child."""
+        """Return whether a fault has ended, or is ending, the child."""
         return child.mark in self._ended_by_fault
 
     def _is_starting(self, index: int) -> bool:
@@ -120,7 +127,8 @@ class FaultInjector:
         return not fault.has_trigger or any(progress.has_reached(fault) for progress in asked)
 
     def _may_strike(self, fault: Fault) -> bool:
-        """Whether the target of the storm's next fault is up, and at least half of the islands stay up after it."""
+        """Return whether the target of the storm's next fault is up, and at least half of the
+        islands stay up after it."""
         target = fault.targets[0]
         if isinstance(target, str):
             return (service := self._fleet.child(target)) is not None and service.exit_code is None
@@ -153,7 +161,7 @@ class FaultInjector:
         if fault.part is None:
             kill([child])
             return f"killed {child.name}"
-        # The other processes of the island have to find out.
+        # Only this process is killed. The island's other processes must detect the loss themselves.
         self._signal(fault, signal.SIGKILL)
         return f"killed {fault.part} of {child.name}"
 
@@ -202,7 +210,8 @@ class FaultInjector:
         return is_there and (not fault.has_trigger or done_path(self._folder(fault.targets[0]), fault).exists())
 
     def _follow_up(self, fault: Fault) -> None:
-        """Record a fault that an island has inflicted on itself, and schedule its restart or wake-up."""
+        """Record a fault that an island has injected into itself, and schedule its restart or
+        wake-up."""
         target = fault.targets[0]
         if fault.kind == "kill":
             self._mark_as_ending(fault)
@@ -227,7 +236,8 @@ class FaultInjector:
         return child
 
     def _schedule_wake_up(self, fault: Fault, since: float, number: signal.Signals | None = None) -> str:
-        """Wake the target when the fault's seconds since `since` (unix) are over. `number` is sent to it first."""
+        """Schedule the wake-up of the target at `since` (unix time) plus the fault's seconds. Send
+        it `number` first."""
         target = fault.targets[0]
         child = self._started_child(target)
         if number is not None:
@@ -247,7 +257,8 @@ class FaultInjector:
         return find_process(self._started_child(fault.targets[0]), fault.part)
 
     def _signal(self, fault: Fault, number: signal.Signals) -> None:
-        """Send a signal to the processes that the fault names, or to all of the target."""
+        """Send a signal to the processes that the fault names, or to all processes of the
+        target."""
         if fault.part is None:
             signal_all([self._started_child(fault.targets[0])], number)
         for pid in self._find_process(fault) if fault.part is not None else ():
@@ -265,7 +276,8 @@ class FaultInjector:
             self._record(fault, end(), is_end=True)
 
     def _restart_due(self, now: float) -> None:
-        """Restart each target whose time is over. The time counts from the end of its processes."""
+        """Restart each target whose time is over. The time begins when the target's processes have
+        ended."""
         for target, (fault, due) in list(self._restarts.items()):
             child = self._started_child(target)
             assert fault.back is not None, "only faults with `back` are followed by a restart"

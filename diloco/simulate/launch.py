@@ -58,9 +58,9 @@ def simulate(
     in_process: bool = False,
     resume: bool = False,
 ) -> int:
-    """Run the simulation, or with `resume` go on with one that was stopped.
+    """Run the simulation, or with `resume` continue a stopped one.
 
-    Returns exit status 0 if an island finished the run, 1 if none did, 130 if interrupted.
+    Return exit status 0 if an island finished the run, 1 if none did, 130 if interrupted.
     """
     config = resize(pin_weights_hash(load_own_config(path, overrides)), islands, ranks)
     if in_process:
@@ -124,9 +124,10 @@ def print_results(run_dir: Path, console: Console) -> None:
 
 
 def share_machine(config: Config, console: Console, *, in_process: bool) -> tuple[GpuShares, int]:
-    """The GPUs of each island, and the number of the machine's GPUs; says so if they are shared or not enough.
+    """Return the GPUs of each island and the number of the machine's GPUs. Print a note if they are
+    shared or too few.
 
-    Raises ConfigError if they do not suffice, or an island cannot use what it gets.
+    Raises ConfigError if they do not suffice, or if an island cannot use its GPU.
     """
     islands, gpus = [config.for_island(index) for index in range(len(config.islands))], list_gpus()
     shares = share_first_gpu(islands, gpus) if in_process else share_gpus(islands, gpus)
@@ -156,21 +157,23 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     check_hidden("--nat", disturbances.nat, config, forgets=any(fault.kind == "forget" for fault in faults))
     check_hidden("--proxy", disturbances.proxy, config)
     if both := set(disturbances.nat) & set(disturbances.proxy):
-        raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; one of them hides it")
+        raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; give it to only one of them")
 
 
 def check_parts(faults: Sequence[Fault]) -> None:
-    """Raise ConfigError if a fault hits a part of an island and this system does not tell which processes that is."""
+    """Raise ConfigError if a fault hits a part of an island and this system cannot tell which
+    processes belong to it."""
     for fault in faults:
         if fault.part is not None and not PROC.is_dir():
             raise ConfigError(
-                f"--fault {fault}: a part of an island ({fault.part}) is found in {PROC}, which Linux alone has, and "
-                "not this system; leave out process= and node=, so that the whole island is hit, or run it on Linux"
+                f"--fault {fault}: a part of an island ({fault.part}) is found in {PROC}, "
+                "which only Linux has, and not this system; leave out process= and node=, so that "
+                "the whole island is hit, or run it on Linux"
             )
 
 
 def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False) -> None:
-    """Raise ConfigError if these islands cannot be put where only a relay reaches them."""
+    """Raise ConfigError if these islands cannot be placed where only a relay reaches them."""
     if not hidden:
         return
     if not config.outer.network.has_routes:
@@ -182,7 +185,8 @@ def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets:
 
 
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
-    """The config with the requested number of islands and ranks. The first round waits for all islands."""
+    """Return the config with the requested number of islands and ranks. The first round waits for
+    all islands."""
     count = islands or len(config.islands) or 1
     listed = (
         [config.islands[i] if i < len(config.islands) else dict(config.islands[-1]) for i in range(count)]
@@ -205,7 +209,8 @@ def check_transport(config: Config) -> None:
 
 
 def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet: Fleet, console: Console) -> bool:
-    """Start all processes, inject the faults and show the run until it is over. Returns whether an island finished."""
+    """Start all processes, inject the faults and show the run until it is over. Return whether an
+    island finished."""
     faults = [parse_fault(spec) for spec in disturbances.faults]
     address = None
     if config.outer.network.leaves_process:
@@ -230,7 +235,7 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
 
 
 def run_baseline(config: Config, run_dir: Path, ranks: int, started: list[Child], console: Console) -> bool:
-    """Train data-parallel on so many ranks. Returns whether it finished."""
+    """Train data-parallel on `ranks` ranks. Return whether the training finished."""
     console.print("baseline: synchronous data-parallel training on the same tokens")
     arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
@@ -252,9 +257,11 @@ def record_links(fleet: Fleet, facts: RunFacts) -> None:
 
 
 def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> int:
-    """Ranks of the baseline: those of all islands, or of the first one where GPUs or the process suffice for no more.
+    """Return the baseline's ranks: those of all islands, or of the first island if there are too
+    few GPUs or processes.
 
-    It trains on the same tokens either way: fewer ranks make more micro-batches.
+    The baseline trains on the same tokens in both cases, because fewer ranks make more
+    micro-batches.
     """
     first, ranks = config.for_island(0), sum(config.for_island(index).ranks for index in range(len(config.islands)))
     is_one_process = not config.outer.network.leaves_process and len(config.islands) > 1
@@ -265,7 +272,7 @@ def check_baseline(config: Config, ranks: int) -> None:
     """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
     if config.stages or config.data.owners:
         what = "stages" if config.stages else "sources that only some islands read"
-        raise ConfigError(f"--baseline trains one island on one text, and the run has {what}; leave either out")
+        raise ConfigError(f"--baseline trains one island on one text, and the run has {what}; leave out one of them")
     first = config.for_island(0)
     together = config.optimizer.tokens_per_step * len(config.islands)
     micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch
@@ -279,12 +286,13 @@ def check_baseline(config: Config, ranks: int) -> None:
 
 
 def supervise(fleet: Fleet, injector: FaultInjector, dashboard: Dashboard, console: Console) -> None:
-    """Inject faults and show the run until it is over. A child that fails is reported at once."""
+    """Inject faults and show the run until it is over. A failing child is reported at once."""
     reported: set[str] = set()
     with dashboard:
         is_over = False
         while not is_over:
-            # Checked first, so that failures that end the run are still reported below.
+            # The end of the run is checked first, so that a failure that ends the run is still
+            # reported below.
             is_over = injector.is_over()
             injector.poll()
             for child in fleet.islands.values():

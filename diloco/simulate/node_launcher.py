@@ -1,8 +1,9 @@
-"""Starts one command for each node of an island and ends all when one fails, as `srun --kill-on-bad-exit` does.
+"""Start one command for each node of an island, and end all when one fails, as `srun
+--kill-on-bad-exit` does.
 
     python -m diloco.simulate.node_launcher COMMANDS      a list of commands as JSON, by node
 
-`diloco simulate --nodes` starts it for each island; the commands are torchrun's agents.
+`diloco simulate --nodes` starts this program for each island; the commands are torchrun's agents.
 """
 
 import json
@@ -18,9 +19,11 @@ from diloco.watchdog.signals import end_with_parent
 
 
 def launch_nodes(commands: Sequence[Sequence[str]]) -> int:
-    """Run the command of every node until all have ended with status 0, or one has failed, which ends all others.
+    """Run the command of every node until all end with status 0, or one fails, which ends all
+    others.
 
-    Returns 0, the status of the node that failed, or 128 + the number of the SIGTERM or SIGINT that ended this process.
+    Return 0, the status of the failed node, or 128 + the number of the SIGTERM or SIGINT that ended
+    this process.
     """
     received: list[int] = []
     for number in (*STOPS, *FORWARDED):
@@ -33,7 +36,8 @@ def launch_nodes(commands: Sequence[Sequence[str]]) -> int:
 
 
 def start_agent(command: Sequence[str], node: int) -> subprocess.Popen[bytes]:
-    """Start a node's command in a session of its own. All that it starts is marked with the node's number."""
+    """Start a node's command in a separate session. All processes that it starts are marked with
+    the node's number."""
     return subprocess.Popen(
         command, env={**os.environ, NODE: str(node)}, start_new_session=True, preexec_fn=end_with_parent
     )

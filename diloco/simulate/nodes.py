@@ -1,4 +1,5 @@
-"""`diloco simulate --nodes`: the command that starts an island of several nodes, each as a machine of its own."""
+"""`diloco simulate --nodes`: build the command that starts an island of several nodes, each like
+its own machine."""
 
 import json
 import os
@@ -15,14 +16,14 @@ from diloco.network_emulation.sites import Site
 from diloco.runtime.devices.gpus import VISIBLE
 
 PROGRAM = Path(__file__).parents[2]
-"""The folder of the packages."""
+"""The folder that holds the packages."""
 PORT = 29500
 """Port of torchrun's rendezvous on an island's first node."""
 MAX_RESTARTS = 3
 
 
 def check_nodes(config: Config, num_nodes: int) -> None:
-    """Raise ConfigError if the islands cannot have so many nodes."""
+    """Raise ConfigError if the islands cannot be divided over `num_nodes` nodes."""
     for index in range(len(config.islands)):
         ranks = config.for_island(index).ranks
         if ranks % num_nodes:
@@ -34,14 +35,14 @@ def check_nodes(config: Config, num_nodes: int) -> None:
 
 @dataclass(frozen=True)
 class NodesOf:
-    """The nodes of one of a config's islands. `gpus` is empty, or has a GPU for each rank."""
+    """The nodes of one of the config's islands. `gpus` is empty, or has a GPU for each rank."""
 
     config: Config
     island: IslandConfig
     site: Site
     gpus: Sequence[str] = ()
     is_hidden: bool = False
-    """Whether others cannot reach them."""
+    """Whether other islands cannot reach the nodes."""
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -51,7 +52,8 @@ class NodesOf:
 
 
 def nodes_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
-    """The command that runs `python -m diloco ARGUMENTS` on all ranks of the island: torchrun on each of its nodes."""
+    """Return the command that runs `python -m diloco ARGUMENTS` on all ranks of the island, by
+    torchrun on each node."""
     torchrun, hosts, shared = torchrun_command(island, arguments), island.hosts, shared_folders(island.config)
     commands = []
     for number, (name, node) in enumerate(zip(hosts, island.site.nodes, strict=True)):
@@ -62,7 +64,7 @@ def nodes_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
 
 
 def torchrun_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
-    """What an operator starts on each node (docs/operating.md)."""
+    """Return the command that an operator starts on each node (docs/operating.md)."""
     num_nodes, label = len(island.site.nodes), island.island.label
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -74,20 +76,22 @@ def torchrun_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
 
 
 def environment(island: NodesOf, node: int) -> list[str]:
-    """The words before a node's command that show its ranks their share of the island's GPUs."""
+    """Return the words in front of a node's command that give its ranks their share of the island's
+    GPUs."""
     count = len(island.gpus) // len(island.site.nodes)
     return ["env", f"{VISIBLE}={','.join(island.gpus[node * count : (node + 1) * count])}"] if island.gpus else []
 
 
 def shared_folders(config: Config) -> list[str]:
-    """What all nodes of a cluster see: the program, the working folder, and all that the config names."""
+    """Return the folders that all nodes of a cluster see: the program, the working folder, and all
+    that the config names."""
     program = [str(path) for path in (PROGRAM, Path(sys.prefix), Path.cwd())]
     named = (os.path.abspath(os.path.expanduser(text)) for text in texts_in(config.model_dump(mode="json")))
     return sorted({*program, *filter(os.path.exists, named)})
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in the values of a config."""
+    """Yield all texts in the values of a config."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

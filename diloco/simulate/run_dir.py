@@ -1,4 +1,4 @@
-"""The folder of a simulated run: made when the run begins, found when it goes on."""
+"""The folder of a simulated run: created when the run begins, found when it is resumed."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from inner.files import write_atomically
 
 
 def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, Path]:
-    """Check the run, then create its folder, or find it, and write the config and the facts into it.
+    """Check the run, then create or find its folder, and write the config and the facts into it.
 
     `links`: the values of `--link`, joined. Raises ConfigError and InputError.
     """
@@ -50,7 +50,8 @@ def new_run_dir(parent: Path, name: str) -> Path:
 
 
 def find_run_dir(parent: Path, config: Config) -> Path:
-    """The folder of the run of that name. Raises ConfigError if there is none, or if it is a run with other values."""
+    """Return the folder of the run of that name. Raises ConfigError if there is none, or if its
+    values are different."""
     folder = parent / config.name
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume: there is no run in {str(folder)!r}; leave it out to begin one, or set name=...")

@@ -1,18 +1,20 @@
-"""Runs all islands as threads of this process over a hub: the child of `diloco simulate --in-process`.
+"""Run all islands as threads of this process over a hub: the child of `diloco simulate
+--in-process`.
 
-Each island has what it would have in a process of its own: a model and optimizers on a mesh of one rank, a training
-thread, a thread for the round in the background, and records. The islands share the pages of the corpus, torch's world
-of one rank, the hub, one event loop, and the processors: only as many islands compute at once as there are processors.
-Global params that all of them hold are evaluated once.
+Each island has the same as in a separate process: a model and optimizers on a mesh of one rank, a
+training thread, a thread for the round in the background, and records. The islands share the pages
+of the corpus, torch's world of one rank, the hub, one event loop, and the processors: at most one
+island per processor computes at a time. Global params that all islands hold are evaluated once.
 
-The results do not depend on who computes when. Weights and data come from seeds with generators of their own, nothing
-draws from torch's global generator, a reduce adds in the order of the plan, and every plan contains all islands. An
-island may wait long for its turn to compute, so the event loop's clock is slowed down by the number of islands: no
-deadline passes early, and islands send each other as many calls per second as real ones. Each island saves
-checkpoints of its own; after a kill all resume from the same step.
+The results do not depend on the order in which islands compute. Weights and data come from seeds
+with separate generators, nothing draws from torch's global generator, a reduce adds in the order of
+the plan, and every plan contains all islands. An island may wait long for its turn to compute. So
+the event loop's clock is slowed down by the number of islands: no deadline passes early, and
+islands send each other as many calls per second as real islands. Each island saves its own
+checkpoints. After a kill all islands resume from the same step.
 
-Compiled islands compute one at a time. While torch traces a graph in one thread, it takes a compiled block that another
-thread runs for a part of the trace, and refuses it.
+Compiled islands compute one at a time. While torch traces a graph in one thread, it takes a
+compiled block that another thread runs for a part of the trace, and refuses it.
 """
 
 import logging
@@ -42,9 +44,10 @@ log = logging.getLogger(__name__)
 def train_together(
     config: Config, loop: Callable[[Runtime], None] = island.run, num_processors: int | None = None
 ) -> None:
-    """Run all islands of the config until the run is over. Raises the error of the first island that fails.
+    """Run all islands of the config until the run is over. Raises the error of the first island
+    that fails.
 
-    At most `num_processors` islands compute at once; None: as many as there are processors.
+    At most `num_processors` islands compute at the same time; None: one per processor.
     """
     start_logging()
     end_with_parent()
@@ -69,10 +72,12 @@ def train_together(
 
 
 def resume_together(running: Sequence[Runtime]) -> None:
-    """Let all islands resume from checkpoints of one step, the last of which each has one.
+    """Make all islands resume from checkpoints of the same step: the last step for which every
+    island has a checkpoint.
 
-    A kill may have come when some had saved a round and others had not. Those would have to take the state of others,
-    without the state of their own optimizers, and the run would not go on as if it had never stopped.
+    A kill may have come when some islands had saved a round and others had not. The others would
+    have to take the state of an island, without the state of their own optimizers, and the run
+    would continue differently than without the kill.
     """
     saved = [each.checkpoints for each in running if each.island.checkpoint.resume == "auto"]
     found = [checkpoints.find_steps() for checkpoints in saved if checkpoints is not None]
@@ -82,18 +87,20 @@ def resume_together(running: Sequence[Runtime]) -> None:
         for checkpoints in filter(None, saved):
             checkpoints.resume_at(max(common))
     else:
-        log.warning("the islands' checkpoints are of different steps: some take the state of others")
+        log.warning("the islands' checkpoints are of different steps: some islands take the state of others")
 
 
 def count_processors(device: str) -> int:
-    """Number of islands that may compute at the same time. On a GPU they would only slow each other down."""
+    """Return the number of islands that may compute at the same time. On a GPU they would only slow
+    each other down."""
     if device != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loop: Callable[[Runtime], None]) -> None:
-    """Run each island in a thread. Returns when all are done; raises when one fails, because the others need it."""
+    """Run each island in a thread, and return when all have ended. Raises if one fails, because
+    others need it."""
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_one(runtime: Runtime) -> None:
@@ -105,7 +112,8 @@ def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loo
             ended.put(error)
 
     for settings, runtime in zip(islands, running, strict=True):
-        # Daemons: when one island fails the others wait for it, and this process must not wait for them.
+        # Daemon threads: when one island fails, the other islands wait for it, and this process
+        # must not wait for them.
         threading.Thread(target=run_one, args=(runtime,), name=settings.label, daemon=True).start()
     for _ in running:
         if error := ended.get():
@@ -113,7 +121,8 @@ def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loo
 
 
 def say_goodbye(running: Sequence[Runtime]) -> None:
-    """Record the end of each island and close its records. All end at once, so none says goodbye to the others."""
+    """Record the end of each island and close its records. All end together, so none announces it
+    to the others."""
     for runtime in running:
         runtime.event("left", "stopped by a signal")
     for runtime in running:
@@ -122,6 +131,7 @@ def say_goodbye(running: Sequence[Runtime]) -> None:
 
 
 def start_logging() -> None:
-    """Log to stderr, which the launcher writes to a file. A thread is named after its island."""
+    """Log to stderr, which the launcher writes to a file. Each thread has the name of its
+    island."""
     form = "%(asctime)s %(threadName)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)

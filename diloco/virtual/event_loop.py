@@ -1,7 +1,9 @@
-"""An event loop and threads on virtual time, with which an island runs the same code as on a real machine.
+"""An event loop and threads on virtual time, with which an island runs the same code as on a real
+machine.
 
-One thing runs at a time. The world calls a machine's event loop or resumes one of its threads, and goes on when the
-loop has nothing left to do now, or the thread waits. So what runs in which order follows from virtual time alone.
+One thread or event loop runs at a time. The world calls a machine's event loop or resumes one of
+its threads, and continues when the loop has nothing more to do at this time, or the thread waits.
+The order of all work therefore depends on virtual time alone.
 """
 
 import asyncio
@@ -19,11 +21,11 @@ from outer.network.event_loop import EventLoop
 
 T = TypeVar("T")
 _CURRENT = threading.local()
-"""The virtual thread of a thread of the operating system."""
+"""Holds the virtual thread that belongs to a thread of the operating system."""
 
 
 class VirtualEventLoop(EventLoop):
-    """An event loop on a machine's virtual time. Only its threads may call it."""
+    """An event loop on a machine's virtual time. Only the machine's threads may call it."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._loop = machine, _Loop(machine)
@@ -53,23 +55,25 @@ class VirtualEventLoop(EventLoop):
         return VirtualWorker(self, name)
 
     def spawn(self, work: Callable[[], None], name: str) -> "VirtualThread":
-        """Run `work` in a virtual thread of its own."""
+        """Run `work` in a new virtual thread."""
         self._threads = [thread for thread in self._threads if not thread.is_over]
         self._threads.append(VirtualThread(self._machine, work, name))
         return self._threads[-1]
 
     def close(self) -> None:
-        """End all threads and tasks, wherever they are. Called when the world stands still."""
+        """End all threads and tasks, wherever they wait. Must be called while the world does not
+        run."""
         for thread in self._threads:
             thread.give_up()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        self._loop.run_forever()  # Until it is idle.
+        self._loop.run_forever()  # Returns when the loop is idle.
         self._loop.close()
 
 
 class VirtualWorker:
-    """Implements `outer.threads.Worker`: virtual threads cost no virtual time, so each work gets one."""
+    """Implements `outer.threads.Worker`. Virtual threads cost no virtual time, so each piece of
+    work gets a new thread."""
 
     def __init__(self, loop: VirtualEventLoop, name: str) -> None:
         self._loop, self._name = loop, name
@@ -79,7 +83,8 @@ class VirtualWorker:
 
 
 class VirtualThread:
-    """A thread that starts at once in virtual time. When it is resumed, the world waits until it waits or ends."""
+    """A thread that starts immediately in virtual time. Once it is resumed, the world pauses until
+    it waits or ends."""
 
     def __init__(self, machine: Machine, work: Callable[[], None], name: str) -> None:
         self._machine, self._work = machine, work
@@ -87,20 +92,20 @@ class VirtualThread:
         self._is_given_up = False
         self._joining: list[VirtualThread] = []
         self._since = 0.0
-        """This thread's processor time when it was resumed last."""
+        """This thread's processor time when it was last resumed."""
         self._turn, self._pause = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._pause.acquire()
-        # A daemon: nobody waits for one that is not given up in an orderly way.
+        # A daemon thread, so that the process can end without a thread that was never given up.
         threading.Thread(target=self._live, name=name, daemon=True).start()
         self.resume_at(machine.world.now)
 
     def resume_at(self, when: float) -> None:
-        """Go on at this time. Each `wait` needs exactly one call."""
+        """Resume the thread at this virtual time. Each `wait` needs exactly one call."""
         self._machine.at(when, self._resume)
 
     def wait(self) -> None:
-        """Called on this thread: let the world go on until the thread is resumed."""
+        """Let the world continue until this thread is resumed. Must be called on this thread."""
         if not self._is_given_up:
             self._count()
             self._pause.release()
@@ -110,13 +115,13 @@ class VirtualThread:
             raise _GivenUp
 
     def give_up(self) -> None:
-        """End the thread where it waits. Called when the world stands still."""
+        """End the thread where it waits. Must be called while the world does not run."""
         if not self.is_over:
             self._is_given_up = True
             self._resume()
 
     def join(self) -> None:
-        """Called on another thread of the machine: wait until this one has ended."""
+        """Wait until this thread has ended. Must be called on another thread of the machine."""
         if not self.is_over:
             self._joining.append(_current())
             _current().wait()
@@ -126,7 +131,7 @@ class VirtualThread:
         self._pause.acquire()
 
     def _count(self) -> None:
-        """Charge the machine for what this thread has done since it was resumed."""
+        """Charge the machine for this thread's processor time since it was resumed."""
         self._machine.cpu_seconds += time.thread_time() - self._since
 
     def _live(self) -> None:
@@ -147,17 +152,18 @@ class VirtualThread:
 
 
 class _GivenUp(BaseException):
-    """Ends a thread of a machine that is no longer simulated."""
+    """Raised in a thread of a machine that is no longer simulated, to end the thread."""
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Runs until it has nothing to do now, and then asks its machine to run it again at its next deadline."""
+    """Runs until it has nothing more to do at this time, and then asks its machine to run it at its
+    next deadline."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._wakes_at = inf
         self._asked_for: set[float] = set()
-        """Times at which the machine will run this loop, if it is still due then."""
+        """Times at which the machine will run this loop, provided that the loop is due then."""
         self._is_active = False
         self._idle_seconds = inf
         super().__init__(_IdleSelector(self._on_select))
@@ -172,16 +178,17 @@ class _Loop(asyncio.SelectorEventLoop):
         return handle
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Do the work at once: a thread's time would not be in the simulated clock."""
+        """Do the work immediately, because the time of a real thread would not be in the simulated
+        clock."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - handed to the waiting task
+        except Exception as error:  # noqa: BLE001 - passed to the waiting task
             done.set_exception(error)
         return done
 
     def _write_to_self(self) -> None:
-        """Wake the selector. Nothing has to: it never waits."""
+        """Do nothing. A real loop would wake its selector here, but this selector never waits."""
 
     def _wake_at(self, when: float) -> None:
         if when < self._wakes_at:
@@ -193,7 +200,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def _run_if_due(self, when: float) -> None:
         self._asked_for.discard(when)
         if when != self._wakes_at:
-            return  # An earlier run has asked for another time.
+            return  # An earlier run has replaced this time by another one.
         self._wakes_at, self._is_active = inf, True
         self.run_forever()
         self._is_active = False
@@ -208,7 +215,8 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _IdleSelector(selectors.SelectSelector):
-    """Waits for nothing. `on_select` is called with the seconds for which the loop would wait; infinite: for ever."""
+    """A selector that never waits. `on_select` gets the seconds for which the loop would wait;
+    infinite without limit."""
 
     def __init__(self, on_select: Callable[[float], None]) -> None:
         super().__init__()

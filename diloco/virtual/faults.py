@@ -1,4 +1,5 @@
-"""Faults of a virtual run: `--fault` and `--storm`, as far as they can happen to modelled machines."""
+"""Faults of a virtual run: the kinds of `--fault` and `--storm` that can happen to modelled
+machines."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,11 +11,11 @@ from diloco.virtual.island import Seat, VirtualIsland
 
 KINDS = ("kill", "freeze", "slow", "join")
 WATCH_SECONDS = 0.25
-"""Time between two looks at the islands."""
+"""Seconds between two checks of the islands."""
 
 
 class VirtualFaults:
-    """Watches a fleet and injects the faults that are due."""
+    """Watches a fleet and injects faults when they are due."""
 
     def __init__(
         self,
@@ -23,21 +24,23 @@ class VirtualFaults:
         storm: Iterable[Fault],
         seat_of: Callable[[int], Seat],
     ) -> None:
-        """`seat_of` gives the seat of any island, those that join included."""
+        """Create the injector. `seat_of` returns the seat of any island, including islands that
+        join."""
         self._fleet, self._pending, self._seat_of = fleet, list(faults), seat_of
         self._storm = filter(lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm)
         self._next_of_storm = next(self._storm, None)
         self._is_waited_for: VirtualIsland | None = None
-        """An island that was not over when it was last asked whether all are."""
+        """An island that had not ended at the last check whether all have ended."""
         self._num_coming = 0
         """Islands that are down and will be started again."""
         self._watch()
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is over. Once an island has finished, those that are down are not waited for."""
+        """Return whether the run is over. Once an island has finished, islands that are down are
+        not waited for."""
         if self._is_waited_for is not None and not self._is_waited_for.is_over:
-            return False  # Asked after everything that happens.
+            return False  # This function is called after every action, so the common case returns early.
         islands = self._fleet.islands.values()
         self._is_waited_for = next((island for island in islands if not island.is_over), None)
         is_coming = self._num_coming > 0 and not self._fleet.has_finished
@@ -66,7 +69,8 @@ class VirtualFaults:
         return fault.round is None or any(island.diary.round >= fault.round for island in asked)
 
     def _may_strike(self, fault: Fault) -> bool:
-        """Whether the target of a storm's fault is up, and at least half of the islands stay up after it."""
+        """Return whether the target of a storm's fault is up, and at least half of the islands stay
+        up after the fault."""
         islands = self._fleet.islands
         num_down = sum(island.is_down for island in islands.values())
         return not islands[int(fault.targets[0])].is_down and num_down + 1 <= len(islands) // 2
@@ -96,12 +100,14 @@ class VirtualFaults:
     def _start_again(self, index: int) -> None:
         self._num_coming -= 1
         if not self._fleet.has_finished:
-            # Without a checkpoint: it takes the others' state if they have committed a round.
+            # The restarted island has no checkpoint. It takes another island's state if a round has
+            # been committed.
             self._fleet.start(self._seat_of(index), joins=False)
 
 
 def parse_faults(texts: Sequence[str]) -> list[Fault]:
-    """The faults of a virtual run. Raises ConfigError for one that cannot happen in it."""
+    """Parse the faults of a virtual run. Raises ConfigError for a fault that cannot happen in
+    it."""
     faults = [parse_fault(text) for text in texts]
     for text, fault in zip(texts, faults, strict=True):
         if fault.kind not in KINDS or fault.phase is not None or fault.part is not None:

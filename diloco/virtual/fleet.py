@@ -1,4 +1,4 @@
-"""The islands of a virtual run: started, killed, frozen, slowed down and started again."""
+"""The islands of a virtual run: start, kill, freeze, slow down and restart them."""
 
 import gc
 import random
@@ -11,47 +11,48 @@ from diloco.virtual.world import Machine, World
 from outer.transports.loopback import Hub
 
 COLLECT_ROUNDS = 20
-"""Garbage is collected after so many rounds, between the work of islands."""
+"""Number of rounds between garbage collections, which run between the work of islands."""
 START_SECONDS = 1.0
-"""Islands start at random times within this, so that they do not all speak at the same moment for ever."""
+"""Islands start at random times within these seconds, so that they do not always send at the same
+moment."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What had been counted when the first island committed a round."""
+    """Totals of a run at the time when the first island committed a round."""
 
     num_rounds: int
-    """Rounds committed by then."""
+    """Number of rounds committed by then."""
     at: float
-    """Virtual seconds."""
+    """Virtual time in seconds."""
     counts: Counts
     cpu_seconds: dict[str, float]
-    """By island, over all of its processes."""
+    """Real processor seconds by island, over all of its processes."""
     link_seconds: float
-    """For how long the busiest direction of any link had been in use."""
+    """Seconds for which the busiest direction of any link has been in use."""
 
     def since(self, earlier: "Totals") -> "Totals":
-        """What has been counted since then."""
+        """Return the totals counted since `earlier`."""
         cpu = {name: seconds - earlier.cpu_seconds.get(name, 0.0) for name, seconds in self.cpu_seconds.items()}
         seconds = self.link_seconds - earlier.link_seconds
         return Totals(self.num_rounds, self.at, self.counts.since(earlier.counts), cpu, seconds)
 
 
 class VirtualFleet:
-    """The processes of all islands. `islands` are those that came last, by index."""
+    """The processes of all islands. `islands` has the latest process of each island, by index."""
 
     def __init__(self, world: World, hub: Hub, network: VirtualNetwork, seed: int) -> None:
         self.world, self._hub, self._network = world, hub, network
         self._chance = random.Random(seed)
         self.islands: dict[int, VirtualIsland] = {}
         self.processes: list[VirtualIsland] = []
-        """All that have ever been started."""
+        """All processes that were ever started."""
         self.totals: dict[int, Totals] = {}
-        """By number of committed rounds."""
+        """Totals by number of committed rounds."""
         self.first_commit_at: float | None = None
 
     def start(self, seat: Seat, *, joins: bool) -> None:
-        """Start a process of the island, which takes the state of others if it `joins`."""
+        """Start a process of the island. With `joins` it takes another island's state."""
         incarnation = sum(each.seat.index == seat.index for each in self.processes)
         self._hub.heal(seat.name)
         after = self._chance.uniform(0.0, START_SECONDS)
@@ -68,11 +69,12 @@ class VirtualFleet:
         self._hub.lose(island.seat.name)
 
     def freeze(self, index: int, seconds: float) -> None:
-        """Stop everything on the island's machine for so long; its connections stay open."""
+        """Freeze everything on the island's machine for `seconds`; its connections stay open."""
         self.islands[index].machine.frozen_until = self.world.now + seconds
 
     def watch(self) -> None:
-        """Note what is new: processes that have ended, and rounds that were committed for the first time."""
+        """Record news: processes that have ended, and rounds that were committed for the first
+        time."""
         for index, island in self.islands.items():
             if island.is_over and not island.machine.is_dead:
                 self.kill(index)
@@ -85,25 +87,26 @@ class VirtualFleet:
                 gc.collect()
 
     def close(self) -> None:
-        """The simulation is over: free the threads and event loops of all processes."""
+        """Free the threads and event loops of all processes. Must be called after the
+        simulation."""
         for island in self.processes:
             island.close()
 
     @property
     def num_rounds(self) -> int:
-        """Rounds committed by any island."""
+        """Number of rounds committed by any island."""
         return max((island.diary.rounds[-1].number + 1 for island in self.processes if island.diary.rounds), default=0)
 
     @property
     def has_finished(self) -> bool:
-        """Whether an island has come to the end of the run."""
+        """Whether an island has reached the end of the run."""
         return any(
             island.diary.ended_at and not island.diary.error and not island.was_killed for island in self.processes
         )
 
     @property
     def landed(self) -> Sequence[tuple[VirtualIsland, LandedRound]]:
-        """All rounds that islands have made, with the process that made them."""
+        """All rounds that islands have made, each with the process that made it."""
         return [(island, landed) for island in self.processes for landed in island.diary.rounds]
 
     def _count(self) -> Totals:

@@ -29,15 +29,16 @@ RUN = "virtual"
 
 @dataclass(frozen=True)
 class Seat:
-    """What an island has in a virtual run, whatever becomes of its processes."""
+    """Properties of an island in a virtual run that do not change when its processes are
+    restarted."""
 
     name: str
     index: int
     step_seconds: float
     host_seconds: float
-    """Time of its own work in a round, between its reduce and its vote."""
+    """Time of the island's own work in a round, between its reduce and its vote."""
     link_kbit: int
-    """Rate of its link, as it tells the others; 0 if it is not limited."""
+    """Rate of the island's link, as it announces it to other islands; 0 if it is not limited."""
     stand_in: StandIn
     hub: Hub
     tokens_per_step: int
@@ -47,11 +48,11 @@ class Seat:
 
 @dataclass
 class LandedRound:
-    """A round that an island has made and that was committed, with times in virtual seconds."""
+    """A committed round that an island took part in, with times in virtual seconds."""
 
     number: int
     num_steps: int
-    """Inner steps that the commit contains of this island."""
+    """Number of this island's inner steps that the commit contains."""
     num_attempts: int
     ready_at: float
     planned_at: float
@@ -65,25 +66,27 @@ class LandedRound:
 
 @dataclass
 class Diary:
-    """What happened to one process of an island."""
+    """Record of one process of an island."""
 
     begun_at: float
     entered_at: float | None = None
-    """When it had entered the run, with a state if it needed one."""
+    """Time at which the process had entered the run, with a state if it needed one."""
     ended_at: float | None = None
     error: str = ""
     rounds: list[LandedRound] = field(default_factory=list)
     num_steps: int = 0
-    """Inner steps made."""
+    """Number of inner steps made."""
     num_caught_up: int = 0
     round: int = -1
-    """The round for which inner steps are made."""
+    """Number of the round for which inner steps are made."""
 
 
 class PhaseTimes(NoHooks):
-    """Hooks that note when the island came to each phase of each round: to "plan" first, to the others last.
+    """Hooks that record when the island came to each phase of each round: the first time for
+    "plan", the last for others.
 
-    They also let the time of the island's own work pass, where the real work is done in no time.
+    They also let virtual time pass for the island's own work, because the real work takes no
+    virtual time.
     """
 
     def __init__(self, loop: VirtualEventLoop, host_seconds: float) -> None:
@@ -94,7 +97,7 @@ class PhaseTimes(NoHooks):
         if phase != "plan" or (round_number, phase) not in self.times:
             self.times[round_number, phase] = self._loop.time()
         if phase == "vote" and self._host_seconds:
-            self._loop.sleep(self._host_seconds)  # The reduce is done here, and this is the thread of the round.
+            self._loop.sleep(self._host_seconds)  # The reduce is complete, and this runs in the thread of the round.
 
     def describe(self, number: int, progress: Progress, landing: Landing) -> LandedRound:
         """Describe a round that has landed now. `progress`: the island's own in this round."""
@@ -142,15 +145,16 @@ class DiaryEvents:
 
 
 class VirtualIsland:
-    """One process of an island. It begins to live when it is built, on a machine of its own."""
+    """One process of an island. It starts to run when it is created, on its own machine."""
 
     def __init__(self, seat: Seat, machine: Machine, *, incarnation: int, joins: bool, start_after: float) -> None:
-        """`incarnation`: how many processes the island has had before. It starts after so many virtual seconds."""
+        """Create the process. It starts after `start_after` virtual seconds. `incarnation`: number
+        of earlier processes."""
         self.seat, self.machine, self._joins, self._start_after = seat, machine, joins, start_after
         self.slowness = 1.0
-        """Factor on the time of its inner steps."""
+        """Factor by which its inner steps are slower."""
         self.was_killed = False
-        """Whether a fault has ended it."""
+        """Whether a fault has ended the process."""
         self.diary = Diary(begun_at=machine.world.now)
         self._incarnation = sha256(f"{seat.name} {incarnation}".encode()).hexdigest()[:16]
         self._loop = VirtualEventLoop(machine)
@@ -159,23 +163,24 @@ class VirtualIsland:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has ended, by itself or not."""
+        """Whether the process has ended, for whatever reason."""
         return self.machine.is_dead or self.diary.ended_at is not None
 
     @property
     def is_down(self) -> bool:
-        """Whether it takes no part now: it has ended, is frozen, or has not entered the run yet."""
+        """Whether the process takes no part at present: it has ended, is frozen, or has not entered
+        the run yet."""
         machine = self.machine
         return self.is_over or machine.frozen_until > machine.world.now or self.diary.entered_at is None
 
     def close(self) -> None:
-        """Free the threads and the event loop, when the simulation is over."""
+        """Free the threads and the event loop. Must be called after the simulation."""
         self._loop.close()
 
     def _live(self) -> None:
         try:
             self._train()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the simulation reports it as the end of this island
+        except Exception as error:  # noqa: BLE001 - any error ends this island, and the simulation reports it
             log.warning("%s has failed: %s", self.seat.name, error)
             self.diary.error = f"{type(error).__name__}: {error}"
         self.diary.ended_at = self._loop.time()

@@ -1,9 +1,11 @@
-"""Modelled links between virtual islands. They carry no bytes: they count them, and deliver each message in its time.
+"""Modelled links between virtual islands. They count bytes without carrying them, and deliver
+messages with a delay.
 
-Payloads to the same island leave one after another, and those to different islands at the same time, with equal shares
-of the uplink. A payload comes in over its receiver's downlink, after those that began to
-arrive before it. Small messages have connections of their own: they wait for each other in both directions, but not for
-payloads, and neither slows the other down. Packets are never lost, and TCP's slow start is not modelled.
+Payloads to the same island are sent one after another. Payloads to different islands are sent at
+the same time, with equal shares of the uplink. A payload passes its receiver's downlink after all
+payloads that began to arrive earlier. Small messages have separate connections: in each direction
+they wait for each other but not for payloads, and neither kind slows the other down. Packets are
+never lost, and TCP's slow start is not modelled.
 """
 
 from collections import Counter, defaultdict, deque
@@ -24,18 +26,18 @@ UNSHAPED = AccessLink(rate=float("inf"))
 
 @dataclass
 class Counts:
-    """Messages and their bytes, by kind."""
+    """Number of messages and of their bytes, by kind."""
 
     messages: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
     small_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of all but payloads, by the island that has sent them."""
+    """Bytes of all messages except payloads, by the island that sent them."""
 
     def copy(self) -> "Counts":
         return Counts(self.messages.copy(), self.num_bytes.copy(), self.small_bytes.copy())
 
     def since(self, earlier: "Counts") -> "Counts":
-        """What has been sent since then."""
+        """Return what has been sent since `earlier`."""
         small_bytes = self.small_bytes - earlier.small_bytes
         return Counts(self.messages - earlier.messages, self.num_bytes - earlier.num_bytes, small_bytes)
 
@@ -45,11 +47,12 @@ class Way:
     """One direction of an island's link."""
 
     free_at: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(get_args(Lane), 0.0))
-    """When all messages of a lane so far have passed."""
+    """Time at which all messages so far have passed, by lane."""
     busy_seconds: float = 0.0
 
     def pass_through(self, lane: Lane, now: float, seconds: float) -> float:
-        """A message takes the way for so long, after those that came before. Returns when it has passed."""
+        """Let a message pass for `seconds`, after the earlier messages of its lane. Return the time
+        at which it has passed."""
         self.busy_seconds += seconds
         self.free_at[lane] = max(self.free_at[lane], now) + seconds
         return self.free_at[lane]
@@ -57,37 +60,41 @@ class Way:
 
 @dataclass(frozen=True)
 class Sending:
-    """A payload on its way over the uplink."""
+    """A payload in transit over the uplink."""
 
     to: str
     seconds: float
-    """Time that the whole link needs for it."""
+    """Seconds that the whole link needs for the payload."""
     begin: Action
-    """Called when its first byte leaves."""
+    """Called when the payload's first byte leaves."""
     end: Action
-    """Called when its last byte has left."""
+    """Called when the payload's last byte has left."""
 
 
 class Uplink:
-    """An island's uplink for payloads: its connections share the rate equally, and each sends its payloads in order.
+    """An island's uplink for payloads. Its connections share the rate equally, and each sends its
+    payloads in order.
 
-    All connections that have something to send progress alike, so one number says how far: `_passed`, the seconds of
-    the whole link that each of them has had so far. A payload that begins at p and needs s seconds of the link ends at
-    p + s, whatever begins and ends meanwhile, and only how fast `_passed` grows depends on how many there are.
+    All active connections progress alike, so one number describes their progress: `_passed`, the
+    seconds of the whole link that each active connection has received so far. A payload that begins
+    at p and needs s seconds of the link ends at p + s, whatever other payloads begin and end in
+    between. Only the speed at which `_passed` grows depends on their number.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: dict[str, deque[Sending]] = defaultdict(deque)
-        """By receiver, the payloads after the one that is being sent; of receivers to which one is being sent."""
+        """Payloads that wait, by receiver. It has the receivers to which a payload is being sent."""
         self._under_way: list[tuple[float, int, Sending]] = []
-        """A heap: where `_passed` will be when the payload ends. At most one for each receiver."""
+        """A heap of payloads in transit, by the value of `_passed` at which they end. At most one
+        for each receiver."""
         self._passed, self._as_of = 0.0, 0.0
         self._numbers = count()
         self._next_look = float("inf")
 
     def send(self, to: str, seconds: float, begin: Action, end: Action) -> None:
-        """Send a payload that the whole link needs so long for, after the others to the same island."""
+        """Send a payload that needs `seconds` of the whole link, after the earlier payloads to the
+        same island."""
         self._advance()
         sending = Sending(to, seconds, begin, end)
         if to in self._waiting:
@@ -102,13 +109,14 @@ class Uplink:
         sending.begin()
 
     def _advance(self) -> None:
-        """Bring `_passed` up to the present."""
+        """Advance `_passed` to the present time."""
         if self._under_way:
             self._passed += (self._world.now - self._as_of) / len(self._under_way)
         self._as_of = self._world.now
 
     def _plan_look(self) -> None:
-        """Look again when the next payload ends. If others begin before that, the look is too early and plans one."""
+        """Plan a check at the end of the next payload. If other payloads begin earlier, the check
+        plans another one."""
         if not self._under_way:
             return
         ends_at = self._as_of + max(0.0, self._under_way[0][0] - self._passed) * len(self._under_way)
@@ -121,7 +129,7 @@ class Uplink:
             return
         self._next_look = float("inf")
         self._advance()
-        # What is left in seconds of the clock may be less than the clock can tell.
+        # The remaining seconds may be less than the resolution of the clock.
         while self._under_way and self._is_over(self._under_way[0][0]):
             _, _, sending = heappop(self._under_way)
             self._end(sending)
@@ -141,16 +149,16 @@ class Uplink:
 
 @dataclass
 class VirtualNetwork:
-    """The links of all islands. `deliver` is the hub's delivery schedule."""
+    """The links of all islands. `deliver` schedules the deliveries of the hub."""
 
     world: World
     stand_in: StandIn
     link_of: Callable[[str], AccessLink | None]
-    """The link of an island, or None if it is not limited."""
+    """Returns the link of an island, or None if it is not limited."""
     payload_share: float
     """Share of a link's rate that payloads get."""
     counts: Counts = field(default_factory=Counts)
-    """What has been sent so far."""
+    """Totals of what has been sent so far."""
     up: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
     down: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
 
@@ -158,14 +166,15 @@ class VirtualNetwork:
         self._uplinks: dict[str, Uplink] = defaultdict(lambda: Uplink(self.world))
 
     def deliver(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
-        """Count the parcel and call `deliver` when it has arrived."""
+        """Count the parcel, and call `deliver` when it has arrived."""
         size, num_messages, sent, received = self._weigh(parcel)
         self.counts.messages[parcel.kind] += num_messages
         self.counts.num_bytes[parcel.kind] += size
         source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
         share = self.payload_share if parcel.lane == "bulk" else 1.0
         sending, receiving = 8 * sent / (source.rate * share), 8 * received / (target.rate * share)
-        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
+        # Each of the two links adds half of its round trip to the round trip between the islands,
+        # and so a quarter per direction.
         latency = (source.rtt + target.rtt) / 4
         if parcel.lane == "control":
             self.counts.small_bytes[parcel.source] += size
@@ -175,11 +184,12 @@ class VirtualNetwork:
 
     @property
     def busiest_seconds(self) -> float:
-        """For how long the busiest direction of any link has been in use."""
+        """Return the seconds for which the busiest direction of any link has been in use."""
         return max((way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0)
 
     def _weigh(self, parcel: Parcel) -> tuple[int, int, float, float]:
-        """Bytes of the parcel, how many messages it stands for, and its bytes on the links of both islands."""
+        """Return the parcel's bytes, the number of messages it stands for, and its bytes on the
+        sender's and receiver's link."""
         size, share = self.size_of(parcel), self.stand_in.share
         if parcel.tag is None or share == 1.0:
             return size, 1, size, size
@@ -187,22 +197,23 @@ class VirtualNetwork:
         return size, round(1 / share), size * (1 if is_to_reducer else share), size * (share if is_to_reducer else 1)
 
     def size_of(self, parcel: Parcel) -> int:
-        """Bytes of what the parcel stands for in a real run."""
+        """Return the bytes of the data for which the parcel stands in a real run."""
         if isinstance(parcel.tag, Tag):
             return self.stand_in.payload_bytes(parcel.tag)
         by_status = {b"part": self.stand_in.part_bytes, b"mean": self.stand_in.mean_bytes}
         return by_status.get(parcel.status, parcel.num_bytes)
 
     def _pass_both(self, parcel: Parcel, sending: float, receiving: float) -> float:
-        """When a small message has passed both links."""
+        """Return the time at which a small message has passed both links."""
         up, down = self.up[parcel.source], self.down[parcel.to]
         sent_at = up.pass_through(parcel.lane, self.world.now, sending)
-        # The first bytes arrive while the last ones are sent.
+        # The first bytes arrive while the last bytes are still being sent.
         down.free_at[parcel.lane] = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
         return down.free_at[parcel.lane]
 
     def _send_payload(self, parcel: Parcel, sending: float, receiving: float, arrive: Callable[[float], None]) -> None:
-        """Send over the uplink, and call `arrive` with the time at which the payload has passed both links."""
+        """Send over the uplink, and call `arrive` with the time at which the payload has passed
+        both links."""
         down, has_room = self.down[parcel.to], 0.0
         self.up[parcel.source].busy_seconds += sending
 

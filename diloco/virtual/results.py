@@ -1,4 +1,5 @@
-"""What a virtual run measured: utilisation, time to commit, messages and bytes, and the first bottleneck."""
+"""Measurements of a virtual run: utilisation, time to commit, messages and bytes, and the first
+bottleneck."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,21 +11,22 @@ from diloco.virtual.island import LandedRound, VirtualIsland
 
 REPLY = "-reply"
 LINK_IS_FULL = 0.6
-"""Share of the reduce for which the busiest link is in use, from which on it is the link that limits the reduce."""
+"""If the busiest link is in use for at least this share of the reduce, the link limits the
+reduce."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The parts of a round in seconds, on average over islands and rounds."""
+    """The parts of a round in seconds, as means over islands and rounds."""
 
     compute: float
-    """Inner steps."""
+    """Time in inner steps."""
     others: float
-    """Waiting until the last participant was ready."""
+    """Time of waiting until the last participant was ready."""
     plan: float
     reduce: float
     host: float
-    """The island's own work between its reduce and its vote."""
+    """Time of the island's own work between its reduce and its vote."""
     vote: float
 
     @property
@@ -34,48 +36,52 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Rates and counts are those after the first commit, which has waited for all islands to start, up to the last."""
+    """Results of a run. Rates and counts cover the time from the first to the last commit.
+
+    The time before is left out, because the first commit waits until all islands have started.
+    """
 
     num_islands: int
     num_rounds: int
     num_attempts: int
-    """Attempts at these rounds by the island that made most."""
+    """Largest number of attempts at these rounds by one island."""
     utilisation: float | None
-    """Share of the islands' time in inner steps that a commit contains; None if there was one round only."""
+    """Share of the islands' time in committed inner steps; None if there was only one round."""
     commit_seconds: Sequence[float]
-    """From the moment at which the last participant was ready to the commit, by round and island, sorted."""
+    """Seconds from the last participant's ready to the commit, of each round and island, sorted."""
     terms: Terms
     messages: Mapping[str, float]
-    """Messages that an island sends in a round, replies included, by kind."""
+    """Messages that an island sends per round, replies included, by kind."""
     sent_bytes: Mapping[str, float]
-    """Their bytes, by kind."""
+    """Bytes that an island sends per round, by kind of message."""
     link_share: float
-    """Share of the time for which the busiest direction of a link was in use."""
+    """Share of the time for which the busiest direction of any link was in use."""
     cpu_seconds: float
-    """Real processor time that an island's code took in a round, on average over islands."""
+    """Real processor seconds of an island's code per round, as a mean over islands."""
     busiest_cpu: tuple[str, float]
-    """The island whose code took most, and how much in a round."""
+    """The island whose code took the most processor time, with its seconds per round."""
     busiest_sender: tuple[str, float]
-    """The island that sent most bytes besides payloads, and how many in a round."""
+    """The island that sent the most bytes besides payloads, with its bytes per round."""
     virtual_seconds: float
     bottleneck: str
     num_steps_lost: int
-    """Inner steps that no commit contains."""
+    """Number of inner steps that no commit contains."""
     num_caught_up: int
-    """Times that an island took the state of others after it had entered the run."""
+    """How often an island took another island's state after it had entered the run."""
     errors: Mapping[str, str]
     """Why islands ended that no fault has ended, by name."""
 
 
 def measure(fleet: VirtualFleet) -> Results:
-    """The results of a run that is over."""
+    """Return the results of a run that is over."""
     landed, processes = fleet.landed, fleet.processes
     terms, commit_seconds = _find_terms(landed)
     rounds, seconds, totals = _steady_totals(fleet)
     shares = max(rounds, 1) * len(fleet.islands)
     cpu = {name: value / max(rounds, 1) for name, value in totals.cpu_seconds.items()}
     busiest = max(cpu, key=lambda name: cpu[name])
-    # What is sent counts in full when it begins, so a state on its way at the end may count for more than there was.
+    # A message counts in full when it begins, so a state still in transit at the end counts for
+    # more than was sent.
     link_share = min(totals.link_seconds / seconds, 1.0) if seconds else 0.0
     made, kept = sum(p.diary.num_steps for p in processes), sum(each.num_steps for _, each in landed)
     return Results(
@@ -100,12 +106,12 @@ def measure(fleet: VirtualFleet) -> Results:
 
 
 def quantile(sorted_values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies."""
+    """Return the value below which this share of the values lies."""
     return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)] if sorted_values else 0.0
 
 
 def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Terms, list[float]]:
-    """The mean terms of a round, and the times to commit, sorted."""
+    """Return the mean terms of a round, and the sorted times to commit."""
     if not landed:
         return Terms(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
     ready = find_ready([each for _, each in landed])
@@ -121,7 +127,8 @@ def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Te
 
 
 def find_ready(landed: Sequence[LandedRound]) -> dict[int, float]:
-    """By round, when the last one was ready that the plan waited for. Who was ready later only observed the round."""
+    """Return, by round, when the last participant was ready for which the plan waited. Later ones
+    only observed."""
     planned: dict[int, float] = {}
     for each in landed:
         planned[each.number] = min(planned.get(each.number, each.planned_at), each.planned_at)
@@ -133,7 +140,8 @@ def find_ready(landed: Sequence[LandedRound]) -> dict[int, float]:
 
 
 def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
-    """Committed inner steps' share of the time between each process's first and last landing."""
+    """Return the share of committed inner steps in the time between each process's first and last
+    landing."""
     windows = [(p, p.diary.rounds) for p in processes if len(p.diary.rounds) > 1]
     total = sum(rounds[-1].landed_at - rounds[0].landed_at for _, rounds in windows)
     steps = sum(p.seat.step_seconds * sum(each.num_steps for each in rounds[1:]) for p, rounds in windows)
@@ -141,9 +149,10 @@ def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
 
 
 def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
-    """Rounds after the first commit and before the last one, their virtual seconds, and what was counted in them.
+    """Return the rounds after the first commit and before the last one, their virtual seconds, and
+    their totals.
 
-    The last round counts only if there are no others: at its commit islands begin to leave.
+    The last round counts only if there is no other, because islands begin to leave at its commit.
     """
     begun = min((number for number in fleet.totals if number > 0), default=0)
     ended = max((number for number in fleet.totals if begun < number < fleet.num_rounds), default=fleet.num_rounds)
@@ -157,7 +166,7 @@ def _find_busiest_sender(small_bytes: Mapping[str, int], rounds: int) -> tuple[s
 
 
 def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:
-    """Counts by kind of message for one island and round, replies with their calls."""
+    """Return counts by kind of message, per island and round. Replies count with their calls."""
     by_kind: dict[str, float] = defaultdict(float)
     for kind, number in counts.items():
         by_kind[kind.removesuffix(REPLY)] += number / shares
@@ -165,7 +174,7 @@ def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:
 
 
 def _find_bottleneck(terms: Terms, link_share: float, cpu_seconds: float) -> str:
-    """The longest term of a round apart from inner steps, in words."""
+    """Return the longest term of a round apart from inner steps, in words."""
     is_full = link_share * terms.round > LINK_IS_FULL * terms.reduce
     causes = {
         "slow islands: the others wait for them": terms.others,

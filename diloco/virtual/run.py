@@ -1,4 +1,4 @@
-"""A run on virtual time: its islands, links and faults, from the first start to the end."""
+"""A run in virtual time: its islands, links and faults, from the first start to the end."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -22,26 +22,29 @@ from outer.network.messages import sharing
 from outer.transports.loopback import Hub
 
 MOST_PERIODS, MOST_SECONDS = 20, 3600.0
-"""A run is given up when its rounds take so many times as long as their inner steps, and so much longer."""
+"""A run is given up after MOST_PERIODS times the time of its inner steps, plus MOST_SECONDS."""
 MOST_MEASURED, SAMPLED = 64, 16
-"""With more islands than that, the processor time of one in SAMPLED actions is measured."""
+"""With more than MOST_MEASURED islands, processor time is measured in one of SAMPLED actions
+only."""
 NO_LINKS = Links()
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualRun:
-    """What is simulated."""
+    """The description of a simulated run."""
 
     outer: OuterConfig
     specs: tuple[ParamSpec, ...]
     """Parameters of the run's model."""
     num_islands: int
     step_seconds: float
-    """Time of an inner step on the first island."""
+    """Duration of an inner step on the first island."""
     spread: float = 0.0
-    """Extra step time of the last island, as a fraction of the first one's; the others lie between."""
+    """How much longer an inner step takes on the last island: 0.1 for 10 %. The other islands are
+    in between."""
     host_seconds: float = 0.0
-    """Time of an island's own work in a round, between its reduce and its vote: coding, outer step, digests, copies."""
+    """Time of an island's own work in a round, between its reduce and its vote: coding, outer step,
+    digests, copies."""
     links: Links = NO_LINKS
     tokens_per_step: int = 1
     config_hash: str = "0" * 32
@@ -50,13 +53,14 @@ class VirtualRun:
     storm: Iterable[Fault] = ()
 
     def step_seconds_of(self, index: int) -> float:
-        """Time of an inner step on an island. Those that join are as fast as the first one."""
+        """Return the time of an inner step on an island. Islands that join are as fast as the first
+        island."""
         place = index / max(self.num_islands - 1, 1) if index < self.num_islands else 0.0
         return self.step_seconds * (1 + self.spread * place)
 
 
 def run_virtually(run: VirtualRun) -> VirtualFleet:
-    """The islands of the run after its end. Raises ConfigError when it does not end."""
+    """Simulate the run and return its islands. Raises ConfigError if it does not end."""
     torch.set_num_threads(1)
     outer = run.outer.model_copy(update={"start_islands": run.num_islands})
     slowest = run.step_seconds * (1 + run.spread)
@@ -84,7 +88,8 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
             seed=run.seed,
         )
 
-    # The objects of all islands are in one process, so a collection takes seconds and would count as one island's work.
+    # All islands are in one process, so one garbage collection takes seconds and would be charged
+    # to a single island.
     gc.disable()
     try:
         for index in range(run.num_islands):

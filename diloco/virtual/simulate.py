@@ -1,4 +1,5 @@
-"""`diloco simulate --virtual`: the run that a config and the command line describe, and the table of its results."""
+"""`diloco simulate --virtual`: build the run that a config and the command line describe, and print
+its results."""
 
 import itertools
 import logging
@@ -42,7 +43,8 @@ class VirtualRequest:
 
 
 def simulate_virtually(path: Path, overrides: list[str], request: VirtualRequest) -> int:
-    """Run the islands on virtual time and print the results. Returns exit status 1 if an island failed.
+    """Run the islands in virtual time and print the results. Return exit status 1 if an island
+    failed, else 0.
 
     Raises ConfigError and InputError.
     """
@@ -56,7 +58,7 @@ def simulate_virtually(path: Path, overrides: list[str], request: VirtualRequest
 
 
 def build_run(config: Config, request: VirtualRequest) -> VirtualRun:
-    """The run that a config and the flags describe. Raises ConfigError and InputError."""
+    """Build the run that a config and the flags describe. Raises ConfigError and InputError."""
     check_can_be_virtual(config)
     asked, endless = request.disturbances, iter(())
     num_islands = request.islands or max(len(config.islands), config.outer.start_islands)
@@ -96,11 +98,11 @@ def check_can_be_virtual(config: Config) -> None:
 
 
 def parse_step_seconds(text: str | None) -> float:
-    """The seconds of an inner step. Raises ConfigError."""
+    """Return the seconds of an inner step. Raises ConfigError."""
     if text is None:
         raise ConfigError(
-            "--virtual: inner steps are modelled, and nobody has said how long one takes: give --step-seconds, for "
-            "example --step-seconds 0.5; `diloco plan` estimates it"
+            "--virtual: inner steps are modelled, and their duration is not given: give "
+            "--step-seconds, for example --step-seconds 0.5; `diloco plan` estimates it"
         )
     seconds = _parse_duration("--step-seconds", text)
     if seconds <= 0:
@@ -109,7 +111,8 @@ def parse_step_seconds(text: str | None) -> float:
 
 
 def _parse_duration(name: str, text: str) -> float:
-    """The seconds of a flag: 0.5, 0.5s or 500ms. Raises ConfigError that names the flag."""
+    """Return the seconds of a flag such as 0.5, 0.5s or 500ms. Raises ConfigError with the flag's
+    name."""
     try:
         return parse_seconds(text if text.strip()[-1:].isalpha() else f"{text}s")
     except ConfigError as error:
@@ -146,9 +149,12 @@ def _rows(results: Results) -> Iterator[tuple[str, str]]:
     yield "Round: own work", f"{terms.host:.3f} s"
     yield "Round: votes", f"{terms.vote:.3f} s"
     yield "Busiest link in use", f"{100 * results.link_share:.1f} %"
-    yield "Processor time a round and island (real)", f"{results.cpu_seconds:.4f} s"
-    yield f"The same of {results.busiest_cpu[0]}, the most", f"{results.busiest_cpu[1]:.4f} s"
-    yield f"Small messages of {results.busiest_sender[0]}, the most, a round", human_bytes(results.busiest_sender[1])
+    yield "Processor time per round and island (real)", f"{results.cpu_seconds:.4f} s"
+    yield f"Most processor time: {results.busiest_cpu[0]}, per round", f"{results.busiest_cpu[1]:.4f} s"
+    yield (
+        f"Most bytes of small messages: {results.busiest_sender[0]}, per round",
+        human_bytes(results.busiest_sender[1]),
+    )
     yield "Virtual time", human_seconds(results.virtual_seconds)
     yield "First bottleneck", results.bottleneck
 

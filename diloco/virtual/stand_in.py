@@ -1,7 +1,9 @@
-"""A stand-in for the run's model: one number for each payload, of which the real payload's size is known.
+"""A stand-in for the run's model: one number per payload, together with the size of the real
+payload.
 
-Islands train, reduce, digest and hand over the stand-in with the real code. The bytes that are counted are those of the
-real parts, by the run's codec. Where a model has very many parts, several of them are one payload of the stand-in.
+Islands train, reduce, digest and transfer the stand-in with the real code. The counted bytes are
+those of the real parts with the run's codec. If a model has very many parts, one payload of the
+stand-in stands for several parts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,29 +21,32 @@ from outer.space.layout import Part, Space
 FP32_BYTES = 4
 PARTS_PER_ISLAND = 4
 MIN_PARTS = 16
-"""With fewer parts than islands, some islands reduce nothing, as in a real run."""
+"""Least number of parts. With fewer parts than islands, some islands reduce nothing, as in a real
+run."""
 MAX_WHOLE, SHARERS = 256, 64
-"""Among more than MAX_WHOLE islands that all reduce, SHARERS of them stand for all that reduce: see `StandIn.share`."""
+"""Among more than MAX_WHOLE islands that all reduce, only SHARERS islands reduce, for all: see
+`StandIn.share`."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """The small model, the outer config that goes with it, and the sizes of what it stands for."""
+    """The small model, its outer config, and the sizes of the real parts for which it stands."""
 
     specs: tuple[ParamSpec, ...]
     config: OuterConfig
     sizes: dict[Leg, list[int]]
     """Bytes of each part's payload, headers included, by leg of the reduce."""
     part_bytes: int
-    """Bytes of a part of the state as a donor sends it, on average."""
+    """Mean bytes of a part of the state as a donor sends it."""
     mean_bytes: int
-    """Bytes of a part's encoded mean, on average."""
+    """Mean bytes of a part's encoded mean."""
     share: float = 1.0
-    """Share of the reducers that reduce in the stand-in. Each of them does so for others, too: a payload that it gets
-    or sends as a reducer is that of several, over links like its own, of which it has this share."""
+    """Share of the reducers that reduce in the stand-in. Each of them also stands for other
+    reducers: a payload that it receives or sends as a reducer stands for several payloads over
+    links like its own, and this is its share of them."""
 
     def payload_bytes(self, tag: Tag) -> int:
-        """Size of the payload with this tag."""
+        """Return the size of the payload with this tag."""
         return self.sizes[tag.leg][tag.part]
 
 
@@ -68,13 +73,14 @@ class StandInParams:
         return self._values[index]
 
     def train(self) -> None:
-        """One inner step. Islands train at different speeds, so their pseudo-gradients differ."""
+        """Make one inner step. Islands train at different speeds, so their pseudo-gradients
+        differ."""
         for values in self._values:
             values += self._progress
 
 
 def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: int) -> StandIn:
-    """The stand-in for a model with these parameters in a run of so many islands."""
+    """Build the stand-in for a model with these parameters in a run of `num_islands` islands."""
     real, codecs = build_space(specs, outer), build_codec_choice(outer)
     by_fragment = [[p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)]
     is_shared = num_islands > MAX_WHOLE and min(map(len, by_fragment)) >= num_islands
@@ -104,7 +110,8 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
 
 
 def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecChoice, leg: Leg) -> list[int]:
-    """Bytes by part of the stand-in: those of the real parts that are dealt to it in turn."""
+    """Return the bytes of each part of the stand-in: the sum over the real parts assigned to it in
+    turn."""
     sizes = [0] * len(small.parts)
     for fragment, parts in enumerate(by_fragment):
         standing_in = [part.index for part in small.parts if part.fragment == fragment]
@@ -115,5 +122,6 @@ def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecCho
 
 
 def _name(fragment: int, num_fragments: int) -> str:
-    """A name that the sequential pattern puts into this fragment: the last one has what is in no layer."""
+    """Return a name that the sequential pattern puts into this fragment. The last fragment has what
+    is in no layer."""
     return "rest" if fragment == num_fragments - 1 else f"layers.{fragment}"

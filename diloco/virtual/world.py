@@ -1,4 +1,4 @@
-"""Virtual time: what happens in it, in order, and the machines on which it happens."""
+"""Virtual time: an ordered queue of actions, and the machines on which they happen."""
 
 import time
 from collections import OrderedDict
@@ -12,37 +12,43 @@ from diloco.errors import ConfigError
 
 Action = Callable[[], object]
 TICK_SECONDS = 1e-9
-"""What an event loop takes to look at what is due. A wait that is shorter than the clock can tell would never end."""
+"""Time that an event loop takes to check what is due. A wait below the clock's resolution would
+never end."""
 MOST_SECONDS = 4e6
-"""Beyond it a number of seconds is no longer exact to the nanosecond, by which asyncio tells what is due."""
+"""Longest virtual time. Beyond it a number of seconds is not exact to the nanosecond, which asyncio
+needs."""
 
 
 MAX_RESULTS = 1 << 15
-"""Results that are kept, those used last."""
+"""Number of results that are kept; the least recently used are dropped."""
 
 
 class World:
-    """The clock of a simulation. Nothing takes time but what is asked to happen later; it all runs on one thread."""
+    """The clock of a simulation. Time passes only between planned actions, and all actions run on
+    one thread."""
 
     def __init__(self, limit_seconds: float) -> None:
-        """`limit_seconds`: virtual time after which the simulation is given up."""
+        """Create the clock. `limit_seconds`: virtual time after which the simulation is given
+        up."""
         self.now = 0.0
-        """Seconds since the beginning."""
+        """Virtual seconds since the beginning."""
         self.acting: Machine | None = None
-        """The machine on which something happens now."""
+        """The machine on which the present action happens."""
         self.sampled = 1
-        """The processor time of one in so many actions on machines is measured, as reading the clock takes long."""
+        """Processor time is measured in one of this number of actions on machines, because reading
+        the clock takes long."""
         self.num_actions = 0
         self._limit_seconds = min(limit_seconds, MOST_SECONDS)
         self._due: list[tuple[float, int, Action]] = []
         self._numbers = count()
 
     def at(self, when: float, action: Action) -> None:
-        """Call `action` at this time, after what has been asked for the same time before."""
+        """Call `action` at this time, after earlier requests for the same time."""
         heappush(self._due, (max(when, self.now), next(self._numbers), action))
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Let time pass until it is over. Raises ConfigError when it does not end."""
+        """Let time pass until `is_over` returns True. Raises ConfigError if the run does not
+        end."""
         while not is_over():
             if not self._due or self._due[0][0] > self._limit_seconds:
                 raise ConfigError(
@@ -55,17 +61,19 @@ class World:
 
 
 class Machine:
-    """What one island runs on: it can die or freeze, and it counts the processor time that the island's code takes."""
+    """The machine of one island. It can die or freeze, and it counts the processor time of the
+    island's code."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.is_dead = False
         self.frozen_until = 0.0
         self.cpu_seconds = 0.0
-        """Real processor time for which the island's code has run."""
+        """Real processor seconds for which the island's code has run."""
 
     def at(self, when: float, action: Action) -> None:
-        """Call `action` at this time on this machine: later if the machine is frozen then, and never if it is dead."""
+        """Call `action` at this time on this machine: later if the machine is frozen then, and
+        never if it is dead."""
         self.world.at(when, partial(self._act, action))
 
     def _act(self, action: Action) -> None:
@@ -79,20 +87,21 @@ class Machine:
         if world.num_actions % world.sampled:
             action()
             return
-        # The clock of this process takes longer the more threads it has. That of this thread leaves out the machine's
-        # own threads, which count for themselves.
+        # The clock of the whole process gets slower with the number of threads. The clock of this
+        # thread leaves out the machine's other threads, which measure their own time.
         started = time.thread_time()
         action()
         self.cpu_seconds += world.sampled * (time.thread_time() - started)
 
 
 class SharedWork:
-    """Work that all islands would do alike is done once, and its processor time counts for each: a `Share`."""
+    """Work that is equal on all islands is done once, and its processor time is charged to each
+    island: a `Share`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._results: OrderedDict[Hashable, tuple[Any, float, Machine | None]] = OrderedDict()
-        """By name of the work: its result, the processor seconds that it took, and the machine that did it."""
+        """Result, processor seconds, and the machine that did the work, by the name of the work."""
 
     def __call__(self, name: Hashable, work: Callable[[], Any]) -> Any:
         machine = self._world.acting

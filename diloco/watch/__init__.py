@@ -1,1 +1,1 @@
-"""`diloco watch`: a page of a whole run, from the records in its folder."""
+"""`diloco watch`: a page that shows a whole run, from the records in its folder."""

@@ -1,4 +1,4 @@
-"""`diloco watch`: finds what is to be shown, and shows it as a page, as text or as JSON."""
+"""`diloco watch`: find what is to be shown, and show it as a page, as text or as JSON."""
 
 import json
 import tempfile
@@ -27,13 +27,13 @@ class Watched:
 
     target: str
     more: Sequence[str]
-    """The folder of a second run; with an address overrides of the island that visits."""
+    """The folder of a second run; or, with an address, overrides for the visiting island."""
     run_name: str | None
     keep: Path | None
     key: Path | None = None
-    """File with the key of an operator, who may act."""
+    """File with an operator's key, which allows the page to act on the run."""
     link: str | None = None
-    """An island's link, as `simulate --link` spells it, for the prediction."""
+    """An island's link for the prediction, in the form of `simulate --link`."""
 
     @property
     def is_address(self) -> bool:
@@ -41,7 +41,8 @@ class Watched:
 
 
 def watch(watched: Watched, how: How, host: str, port: int) -> None:
-    """Show it until Ctrl-C, or print it once. Raises ConfigError, InputError or OuterError if nothing can be shown."""
+    """Show the runs until Ctrl-C, or print them once. Raises ConfigError, InputError or OuterError
+    if that is impossible."""
     with open_views(watched) as (views, control):
         if how == "json":
             for view in views:
@@ -60,7 +61,10 @@ def watch(watched: Watched, how: How, host: str, port: int) -> None:
 
 @contextmanager
 def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None]]:
-    """The runs to show, and how to act on one. One at an address is collected into a folder while the block lasts."""
+    """Yield the views of the runs, and the control of a run if the page may act on it.
+
+    The records of a run at an address are collected into a folder while the block lasts.
+    """
     check(watched)
     link = None if watched.link is None else parse_shared_link(watched.link)
     key = None if watched.key is None else load_operator_key(watched.key)
@@ -80,15 +84,17 @@ def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None
 
 
 def parse_shared_link(text: str) -> AccessLink:
-    """The link that all islands have. Raises ConfigError."""
+    """Return the link that all islands have. Raises ConfigError."""
     island, link = parse_link(text)
     if island is not None:
-        raise ConfigError(f"--link {text}: got a link of island {island}; allowed: one for all, the slowest of them")
+        raise ConfigError(
+            f"--link {text}: got a link of island {island}; allowed: one for all islands, the slowest of them"
+        )
     return link
 
 
 def load_operator_key(path: Path) -> IslandKey:
-    """Read the operator's key, or make it, and say which it is."""
+    """Read the operator's key, or create it, and print its public half."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     key = load_island_key(path)
@@ -98,15 +104,17 @@ def load_operator_key(path: Path) -> IslandKey:
 
 
 def check(watched: Watched) -> None:
-    """Raise ConfigError for words and options that do not belong together."""
+    """Raise ConfigError for arguments and options that do not go together."""
     if watched.is_address:
         return
     for option, value in (("--run", watched.run_name), ("--keep", watched.keep)):
         if value is not None:
-            raise ConfigError(f"got {option} {value}, which is for an address; {watched.target!r} is a folder")
+            raise ConfigError(
+                f"got {option} {value}, which is for an address; {watched.target!r} is a folder: leave it out"
+            )
     if setting := next((word for word in watched.more if "=" in word), None):
         raise ConfigError(f"got {setting}, which is for an address; {watched.target!r} is a folder: leave it out")
     if watched.key is not None and watched.more:
-        raise ConfigError("got --control with two runs; watch one of them, to act on it")
+        raise ConfigError("got --control with two runs; watch only one run to act on it")
     if len(watched.more) > 1:
-        raise ConfigError(f"got {1 + len(watched.more)} folders; at most two runs can be seen side by side")
+        raise ConfigError(f"got {1 + len(watched.more)} folders; allowed: at most two, which are shown side by side")

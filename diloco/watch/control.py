@@ -1,4 +1,5 @@
-"""What an operator may do from the page with `--control`. Each action is asked twice, and noted in the logbook."""
+"""What an operator may do from the page with `--control`. Each action must be confirmed, and is
+noted in the logbook."""
 
 import secrets
 import time
@@ -20,7 +21,7 @@ from outer.network.endpoints import ISLAND_NAME
 
 CONFIRM_SECONDS = 120.0
 OPERATOR = "operator"
-"""The name in the logbook under which actions from the page stand."""
+"""The name in the logbook for actions from the page."""
 TEXTS = {
     "save": "{who} saves a checkpoint now and goes on.",
     "stop": "{who} leaves after its round and does not come back by itself.",
@@ -29,53 +30,61 @@ TEXTS = {
 
 
 class Wish(BaseModel):
-    """What the page asks for. `confirm` is what the answer to the first time has said, and empty the first time."""
+    """A request from the page. `confirm` is empty in the first request, and the word of its answer
+    in the second."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     action: Literal["save", "stop", "exclude", "invite"]
     island: str = Field(default="", pattern=f"^({ISLAND_NAME})?$")
-    """Whom it is about; empty for all islands. exclude: who is excluded."""
+    """The island that is to act; empty for all islands. With action exclude: the island to
+    exclude."""
     confirm: str = Field(default="", max_length=64)
 
 
 class Hand(Protocol):
-    """The way to a run's islands."""
+    """A way to send requests to a run's islands."""
 
     @property
     def where(self) -> str:
-        """Which islands it reaches, in words."""
+        """Which islands are reached, in words."""
         ...
 
     @property
     def book(self) -> Logbook:
-        """Where actions are noted."""
+        """The logbook in which actions are noted."""
         ...
 
     def act(self, action: Action, island: str) -> str:
-        """Do it, and say what came of it. Raises OuterError if nothing did."""
+        """Carry out the action and return its result as text. Raises OuterError if no island did
+        it."""
         ...
 
     def invite(self) -> str:
-        """The command with which another island joins. Raises OuterError if it is not known."""
+        """Return the command with which another island joins. Raises OuterError if it is not
+        known."""
         ...
 
 
 class Control:
-    """Asks again before it acts. Its methods may be called on any thread."""
+    """Asks for confirmation before it acts. Its methods may be called on any thread."""
 
     def __init__(self, hand: Hand, operator: str) -> None:
-        """`operator`: the public key in whose name everything is done."""
+        """Create a control that acts in the name of `operator`, a public key."""
         self._hand, self.operator = hand, operator
         self._asked: dict[str, tuple[Wish, float]] = {}
 
     def answer(self, wish: Wish) -> Mapping[str, str]:
-        """Either a text with the word that confirms it, or the text of what has been done. Raises OuterError."""
+        """Return the word that confirms a first request, with a text; after a confirmed request, a
+        text with its result.
+
+        Raises OuterError.
+        """
         if wish.action == "invite":
             self._note("showed the line with which an island joins")
             return {"text": self._hand.invite()}
         if wish.action == "exclude" and not wish.island:
-            raise MessageError("exclude: choose an island")
+            raise MessageError("exclude: got no island; choose an island on the page")
         plain = wish.model_copy(update={"confirm": ""})
         if not wish.confirm:
             word = secrets.token_urlsafe(12)
@@ -86,7 +95,7 @@ class Control:
             return {"text": text, "confirm": word}
         asked, until = self._asked.pop(wish.confirm, (None, 0.0))
         if asked != plain or time.monotonic() > until:
-            raise MessageError("this was not asked before, or too long ago: ask again")
+            raise MessageError("got a confirmation of a request that was not made, or was made too long ago: ask again")
         try:
             said = self._hand.act(wish.action, wish.island)
         except OuterError as error:
@@ -101,7 +110,7 @@ class Control:
 
 @dataclass(frozen=True)
 class FolderHand:
-    """Acts by the files that islands of this machine read in a run's folder."""
+    """Acts through files in a run's folder, which the islands of this machine read."""
 
     run_dir: Path
 
@@ -127,12 +136,13 @@ class FolderHand:
 
 
 def listens(folder: Path) -> bool:
-    """Whether the island with this folder runs on this machine and takes requests."""
+    """Return whether the island with this folder runs on this machine and takes requests."""
     return (folder / LISTENER).exists() and is_listening(folder / LISTENER)
 
 
 def find_config(run_dir: Path) -> Config:
-    """The config in a run's folder or in that of one of its islands. Raises MessageError if there is none."""
+    """Return the config in a run's folder or in a folder of its islands. Raises MessageError if
+    there is none."""
     for path in (run_dir / "config.yaml", *sorted(run_dir.glob("*/config.yaml"))):
         try:
             return load_config(path)
@@ -142,14 +152,15 @@ def find_config(run_dir: Path) -> Config:
 
 
 def invitation(config: Config, address: str) -> str:
-    """The command by which another island joins, with what its operator must know besides."""
+    """Return the command by which another island joins, with notes on what else its operator must
+    do."""
     address = address or next(iter(config.island.bootstrap), "")
     if not address:
-        raise MessageError("the run's config names no address (island.bootstrap): give the one of `diloco bootstrap`")
+        raise MessageError("the run's config has no island.bootstrap: give the address that `diloco bootstrap` printed")
     words = [f"diloco join {address}", f"--run {config.name}"]
     if config.island.run_key_file:
         words.append("island.run_key_file=KEY")
     notes = ["KEY is the file with the run key"] if config.island.run_key_file else []
     if config.island.allow:
-        notes.append("its key (`diloco key`) must be in island.allow of all islands before")
+        notes.append("its key (`diloco key`) must be in island.allow of all islands before it joins")
     return " ".join(words) + (f"   # {'; '.join(notes)}" if notes else "")

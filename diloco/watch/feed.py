@@ -1,4 +1,5 @@
-"""What the pages of a run are told as it happens: one reader of its records for all pages that are open."""
+"""Send the pages of a run its events as they happen. One reader of its records serves all open
+pages."""
 
 import asyncio
 import json
@@ -9,18 +10,22 @@ from diloco.watch.view.prediction import RunPrediction
 
 UPDATE_SECONDS = 0.5
 MAX_STREAMS = 64
-"""Pages of a run that are kept up to date at a time. A further one ends the stream of the oldest."""
+"""Most pages of a run that are kept up to date at the same time. One more page ends the stream of
+the oldest."""
 MAX_WAITING = 16
-"""Events that wait for a page that does not read them; then its stream ends, and the page asks anew."""
+"""Most events that wait for a page. If a page does not read them its stream ends, and the page
+connects again."""
 END = ""
 Reader = asyncio.Queue[str]
 
 
 class Feed:
-    """The events of one run. It reads only while somebody listens. All methods run on one event loop."""
+    """The events of one run. It reads records only while a page listens. All methods run on one
+    event loop."""
 
     def __init__(self, prediction: RunPrediction, operator: str | None = None) -> None:
-        """`operator`: the key in whose name the page may act, if it may."""
+        """Create a feed. `operator`: the key in whose name the page may act; None if it may not
+        act."""
         self._prediction, self._view, self._operator = prediction, prediction.view, operator
         self._readers: dict[Reader, None] = {}  # the oldest first
         self._position: Any = None
@@ -29,7 +34,8 @@ class Feed:
         self._beginning: asyncio.Lock | None = None
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: first a snapshot of the run, then each UPDATE_SECONDS what is new, and the prediction."""
+        """Yield server-sent events: first a snapshot of the run, then new rows every
+        UPDATE_SECONDS, and the prediction."""
         await self._begin()
         reader, position = Reader(MAX_WAITING), self._position
         self._readers[reader] = None
@@ -46,7 +52,7 @@ class Feed:
             self._readers.pop(reader, None)
 
     async def _begin(self) -> None:
-        """See to it that the records are being read."""
+        """Start reading the records, unless that has begun already."""
         self._beginning = self._beginning or asyncio.Lock()
         async with self._beginning:
             if self._reading is None or self._reading.done():
@@ -58,7 +64,7 @@ class Feed:
         try:
             await asyncio.sleep(UPDATE_SECONDS)
             while self._readers:
-                if finding.done():  # What is new does not wait for it.
+                if finding.done():  # New rows do not wait for the prediction.
                     self._tell_prediction(finding.result())
                     finding = asyncio.create_task(asyncio.to_thread(self._prediction.find))
                 self._tell_news(await asyncio.to_thread(self._view.read))
@@ -75,7 +81,7 @@ class Feed:
 
     def _tell_news(self, now: Any) -> None:
         new, self._position = self._view.between(self._position, now), now
-        # A comment finds out that a reader has gone.
+        # With nothing new, a comment is sent, which shows whether the page has gone.
         self._tell(encode_event("more", new) if any(new.values()) else ": nothing new\n\n")
 
     def _tell(self, text: str) -> None:
@@ -86,7 +92,7 @@ class Feed:
                 reader.put_nowait(text)
 
     def _end(self, reader: Reader) -> None:
-        """End a stream when its page has read what waits for it."""
+        """End a stream after its page has read the waiting events."""
         self._readers.pop(reader, None)
         if reader.full():
             reader.get_nowait()
@@ -94,5 +100,5 @@ class Feed:
 
 
 def encode_event(name: str, values: dict[str, Any]) -> str:
-    """A server-sent event with values as JSON."""
+    """Return a server-sent event with `values` as JSON."""
     return f"event: {name}\ndata: {json.dumps(values, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -1,4 +1,4 @@
-"""The prediction for a run beside what its islands measured, as text."""
+"""Show the prediction for a run beside the measurements of its islands, as text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,11 +15,15 @@ ROWS: list[tuple[str, str, Callable[[float], str]]] = [
     ("sent per island and round", "round_bytes", human_bytes),
     ("rate in a reduce", "reduce_rate", human_rate),
 ]
-"""What is said, its key in the prediction and in the state of an island, and how it is written."""
+"""(name in the table, key in the prediction and in an island's state, format) of each row."""
 
 
 def show_prediction(state: dict[str, Any]) -> Iterator[RenderableType]:
-    """A table, and below it what was assumed; or why there is no prediction. `state`: of RunPrediction."""
+    """Yield a table and a line with its assumptions, or a line that says why there is no
+    prediction.
+
+    `state`: the state of a RunPrediction.
+    """
     predicted = state["predicted"]
     if "unknown" in predicted:
         yield Text(f"no prediction: {one_line(predicted['unknown'])}")
@@ -34,7 +38,8 @@ def show_prediction(state: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, what is predicted, and from the lowest to the highest of the islands what was measured."""
+    """Yield rows of a name, the predicted value, and the range of measured values over the
+    islands."""
     p, islands = state["predicted"], state["islands"]
     for name, key, show in ROWS:
         values = [island[key] for island in islands if island[key] is not None]
@@ -49,17 +54,18 @@ def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def rounds_left(state: dict[str, Any]) -> int:
-    """Rounds of the run that no island has tried yet."""
+    """Return the number of rounds of the run that no island has tried yet."""
     tried = [island["round"] for island in state["islands"] if island["round"] is not None]
     return state["predicted"]["num_rounds"] - 1 - max(tried, default=-1)
 
 
 def span(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """The lowest and the highest value, once if they look alike."""
+    """Return the lowest and the highest value as text; only one of them if both have the same
+    text."""
     ends = [show(min(values)), show(max(values))] if values else [UNKNOWN]
     return " to ".join(dict.fromkeys(ends))
 
 
 def signed(share: float | None) -> str:
-    """A difference in percent."""
+    """Return a difference in percent, as text."""
     return UNKNOWN if share is None else f"{100 * share:+.1f} %"

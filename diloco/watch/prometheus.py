@@ -1,4 +1,4 @@
-"""The state of a run in Prometheus' text format."""
+"""Write the state of a run in Prometheus' text format."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 GAUGES = {
     "step": "Inner steps made.",
     "round": "Number of the last round that was tried.",
-    "tokens_per_second": "Tokens a second in the last inner step.",
+    "tokens_per_second": "Tokens per second in the last inner step.",
     "loss": "Loss of the last inner step, nats per token.",
     "heldout_loss": "Held-out loss of the global params, nats per token.",
-    "round_seconds": "Seconds a round, of the last committed ones.",
-    "utilisation": "Share of them in inner steps.",
-    "reduce_rate": "Bits sent a second in their reduces.",
+    "round_seconds": "Seconds per round, over the last committed rounds.",
+    "utilisation": "Share of the last committed rounds' time in inner steps.",
+    "reduce_rate": "Bits per second sent in the reduces of the last committed rounds.",
     "last_record": "Unix time of the last record.",
 }
 COUNTERS = {
@@ -23,7 +23,11 @@ COUNTERS = {
 
 
 def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
-    """One family for each figure, one sample for each island of each run that has it. `states`: of `state_now`."""
+    """Return one metric family per figure, with one sample for each island of each run that has the
+    figure.
+
+    `states`: results of `state_now`.
+    """
     lines: list[str] = []
     for names, kind in ((GAUGES, "gauge"), (COUNTERS, "counter")):
         for name, help_text in names.items():
@@ -39,5 +43,5 @@ def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
 
 
 def escape(label: str) -> str:
-    """A label's value with what the format reserves escaped."""
+    """Return a label's value with the format's reserved characters escaped."""
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

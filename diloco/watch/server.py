@@ -1,4 +1,5 @@
-"""The web server behind the page: read only, on loopback unless told otherwise, with a token elsewhere."""
+"""The web server of the page: read-only unless --control is given, on loopback by default,
+elsewhere with a token."""
 
 import asyncio
 import hmac
@@ -52,10 +53,11 @@ MISSING = (
 def build_app(
     views: Sequence[RunView], token: str | None, control: Control | None = None, *, is_local: bool = True
 ) -> Any:
-    """The FastAPI application of the page of a run, or of two side by side. With a token every request needs it.
+    """Build the FastAPI application of the page of one run, or of two runs side by side.
 
-    `control` is what the page of one run may do besides showing it; it needs a token. `is_local`: only requests to
-    names of this machine are answered.
+    With a token, every request must contain it. `control`: what the page of one run may do besides
+    showing it; needs a token. `is_local`: answer only requests that address this machine by a name
+    of loopback.
 
     Raises ConfigError if FastAPI is not installed.
     """
@@ -79,7 +81,7 @@ def build_app(
         return response
 
     app.middleware("http")(guard)
-    if is_local:  # Against pages elsewhere whose names resolve to this machine.
+    if is_local:  # Protects against pages of other sites whose host names resolve to this machine.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
     predictions = [RunPrediction(view) for view in views]
     routes = figure_routes(predictions)
@@ -93,13 +95,14 @@ def build_app(
     for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
     if control is not None:
-        assert token is not None, "who has no token must not act"
+        assert token is not None, "an application with a control needs a token"
         app.add_api_route("/act", act_route(control), methods=["POST"], response_model=None)
     return app
 
 
 def page_routes(place: str, name: str) -> dict[str, Route]:
-    """A page at a path that ends with a slash, and its files below it."""
+    """Return the routes of a page at a path that ends with a slash, and of its files below that
+    path."""
     from fastapi.responses import FileResponse, PlainTextResponse
     from starlette.responses import Response
 
@@ -115,23 +118,25 @@ def page_routes(place: str, name: str) -> dict[str, Route]:
 
 
 def act_route(control: Control) -> Route:
-    """Takes a Wish and answers with a text, with the word that confirms it, or with an error."""
+    """Return a route that takes a Wish. It answers with a text, with the word that confirms it, or
+    with an error."""
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
     async def act(request: Request) -> Response:
-        # A page elsewhere cannot send this header without asking, and is not answered.
+        # A page of another site cannot send this header without a preflight request, which is not
+        # answered.
         if request.headers.get("x-diloco-control") != "1":
             return JSONResponse({"error": "the header x-diloco-control is missing"}, 403)
         body = b""
         async for piece in request.stream():
             body += piece
             if len(body) > MAX_WISH_BYTES:
-                return JSONResponse({"error": f"a wish has at most {MAX_WISH_BYTES} bytes"}, 413)
+                return JSONResponse({"error": f"a request has at most {MAX_WISH_BYTES} bytes"}, 413)
         try:
             return JSONResponse(dict(await asyncio.to_thread(control.answer, Wish.model_validate_json(body))))
         except ValidationError as error:
-            return JSONResponse({"error": f"no wish: {error.errors()[0]['msg']}"}, 422)
+            return JSONResponse({"error": f"not a valid request: {error.errors()[0]['msg']}"}, 422)
         except OuterError as error:
             return JSONResponse({"error": first_line(error)}, 409)
 
@@ -139,7 +144,7 @@ def act_route(control: Control) -> Route:
 
 
 def event_route(prediction: RunPrediction, operator: str | None = None) -> Route:
-    """The stream of a run's events."""
+    """Return the route of the stream of a run's events."""
     from fastapi.responses import StreamingResponse
     from starlette.responses import Response
 
@@ -152,7 +157,7 @@ def event_route(prediction: RunPrediction, operator: str | None = None) -> Route
 
 
 def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:
-    """The state as JSON, and figures for Prometheus."""
+    """Return the routes of the state as JSON and of the figures for Prometheus."""
     from fastapi.responses import PlainTextResponse
     from starlette.responses import Response
 
@@ -174,7 +179,8 @@ def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:
 
 
 def is_known(request: Any, token: str) -> bool:
-    """Whether the request brings the token: in its query, its cookie, or as a bearer."""
+    """Return whether the request contains the token: in its query, in its cookie, or as a bearer
+    token."""
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     given = (request.query_params.get("token", ""), request.cookies.get("diloco_watch", ""), bearer)
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
@@ -191,7 +197,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise ConfigError(MISSING.format(error.name)) from None
-    # No access log: it would hold the token.
+    # No access log, because it would contain the token.
     settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
     with listen(host, port) as listener, suppress(KeyboardInterrupt):
         shown = f"[{host}]" if ":" in host else host
@@ -200,7 +206,8 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises ConfigError if the address is taken or not this machine's."""
+    """Return a socket that accepts connections. Raises ConfigError if the address is in use or not
+    this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -210,7 +217,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Return whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

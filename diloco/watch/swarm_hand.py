@@ -1,4 +1,5 @@
-"""Acts on the islands of a run over the network, by orders that the operator's key signs."""
+"""Act on the islands of a run over the network, by orders that are signed with the operator's
+key."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ ISLANDS_SHOWN = 12
 
 @dataclass
 class SwarmHand:
-    """Signs an order for each island, because an order is worth nothing to another one than it names."""
+    """Signs one order per island, because an order is valid only for the island that it names."""
 
     collector: Collector
     key: IslandKey
@@ -28,14 +29,15 @@ class SwarmHand:
 
     @property
     def book(self) -> Logbook:
-        """The logbook of the collected records. Each island has what it was ordered in its own."""
+        """The logbook of the collected records. Each island also notes its orders in its own
+        logbook."""
         return Logbook(self.collector.folder, OPERATOR)
 
     def act(self, action: Action, island: str) -> str:
         members, run = self.collector.members, self._run
         targets = {name: each for name, each in members.items() if self._is_for(action, island, name)}
         if not targets or (action == "exclude" and island not in members):
-            raise MessageError(f"{island or 'no island'} is not in the run now: nobody was asked")
+            raise MessageError(f"{island or 'no island'} is not in the run now: no order was sent")
         argument = find_argument(action, island, members)
         text = {"run": run.name, "action": action, "argument": argument, "time": round(1000 * self.clock())}
         orders = {name: sign_order(OrderText(island=name, **text), self.key) for name in targets}
@@ -43,7 +45,7 @@ class SwarmHand:
         said = [f"{name} {reply}" for name, reply in sorted(replies.items()) if isinstance(reply, str)]
         failed = [f"{name}: {first_line(each)}" for name, each in sorted(replies.items()) if not isinstance(each, str)]
         if not said:
-            raise MessageError(f"no island did it ({'; '.join(failed[:ISLANDS_SHOWN])})")
+            raise MessageError(f"no island followed the order ({'; '.join(failed[:ISLANDS_SHOWN])})")
         return "; ".join(said[:ISLANDS_SHOWN] + failed[:ISLANDS_SHOWN])
 
     def invite(self) -> str:
@@ -57,12 +59,16 @@ class SwarmHand:
 
     @property
     def _run(self) -> RunConfig:
-        assert self.collector.run is not None, "the collector has been started"
+        assert self.collector.run is not None, "the collector has not been started"
         return self.collector.run
 
 
 def find_argument(action: Action, island: str, members: dict[str, Member]) -> str:
-    """What the order says besides: the key of whom to exclude; the one round after which all islands stop."""
+    """Return the order's argument.
+
+    For exclude it is the key of the excluded island, for stop the one round after which all islands
+    stop.
+    """
     if action == "exclude":
         return members[island].identity
     if action == "stop" and not island:

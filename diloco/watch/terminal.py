@@ -1,4 +1,4 @@
-"""Runs in the terminal: the facts of the page as text."""
+"""Show runs in the terminal: the content of the page as text."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from diloco.watch.view.run_view import RunView
 
 UPDATE_SECONDS = 1.0
 PLAIN_WIDTH = 200
-"""Of a line where no terminal says how wide it is."""
+"""Width of a line where no terminal reports its width."""
 COLUMNS = ("island", "state", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "sent", "digest")
 LINES_SHOWN, ROUNDS_SHOWN = 8, 4
 
 
 def show_text(views: Sequence[RunView]) -> None:
-    """Show the runs one below the other; on a terminal until Ctrl-C, elsewhere once."""
+    """Show the runs one below the other: on a terminal until Ctrl-C, otherwise once."""
     console = Console()
     if not console.is_terminal:
         Console(width=PLAIN_WIDTH).print(Group(*map(render, map(RunPrediction, views))))
@@ -38,7 +38,7 @@ def show_text(views: Sequence[RunView]) -> None:
 
 
 def render(prediction: RunPrediction) -> Group:
-    """A table of the islands, and below it what was predicted and what happened last."""
+    """Return a table of the islands, and below it the prediction and the latest events."""
     view = prediction.view
     view.read()
     state = prediction.state()
@@ -54,7 +54,7 @@ def render(prediction: RunPrediction) -> Group:
 
 
 def format_attempt(attempt: Attempt) -> str:
-    """One attempt as a line."""
+    """Return one attempt as a line."""
     result = "committed" if attempt.digests else "aborted"
     late = f"last to come {attempt.last_to_come}" if attempt.last_to_come else ""
     words = [
@@ -67,7 +67,7 @@ def format_attempt(attempt: Attempt) -> str:
 
 
 def format_island(island: dict[str, Any], total_steps: int | None) -> list[Text]:
-    """One row of the table."""
+    """Return the cells of an island's row in the table."""
     known = [UNKNOWN if island["round"] is None else str(island["round"]), human_loss(island["loss"])]
     return [
         Text(cell)
@@ -86,11 +86,12 @@ def format_island(island: dict[str, Any], total_steps: int | None) -> list[Text]
 
 
 def last_lines(view: RunView) -> Iterator[str]:
-    """What the logbook, events, faults and visits tell last; the newest last."""
+    """Yield the latest lines of logbook, events, faults and visits, the newest last."""
     rows = [(time, f"{name} {text}") for time, name, text in view.notes]
     booked = {name for _, name, _ in view.notes}
     for name, island in view.islands.items():
-        # The logbook lacks what islands elsewhere did, and what islands note of others.
+        # Events and presence are added because the logbook lacks events of islands elsewhere and
+        # what islands noted about others.
         events = [row for row in island.rows["events"] if name not in booked or row[1] in (LOST, "downloading")]
         rows += [(row[0], f"{name} {row[1]}: {row[2]}") for row in events]
         rows += [

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from diloco.config.schema import Config
-from outer.config import AT_RENDEZVOUS
 from outer.errors import OuterError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Kind
@@ -35,7 +34,7 @@ Opener = Callable[[str], Awaitable[Pair]]
 @asynccontextmanager
 async def openers(config: Config, purposes: tuple[str, ...] = ("control",)) -> AsyncIterator[list[Opener]]:
     """One opener for each purpose of streams; over tls before and within TLS. Over gloo only calls have streams."""
-    if config.outer.transport in AT_RENDEZVOUS:
+    if config.outer.network.meets_at == "rendezvous":
         yield [dial] if config.outer.transport == "gloo" else [dial, dial_within_tls]
         return
     daemon = await stranger_daemon(config)

@@ -1,4 +1,5 @@
-"""Resolves the file of an experiment to its rows, with the exact config of each. No torch here."""
+"""Resolve the file of an experiment to its rows, with the exact config of each row. Does not import
+torch."""
 
 import copy
 import itertools
@@ -23,11 +24,12 @@ from inner.measure.param_specs import num_elements
 from inner.model.sizes import BYTE_VOCAB_SIZE
 
 SAVES = 20
-"""Checkpoints that a run makes, so that a kill loses a twentieth of it."""
+"""Number of checkpoints that a run makes. With this number, a killed run loses at most a twentieth
+of its work."""
 
 
 def build_rows(experiment: Experiment) -> Rows:
-    """Resolve all rows. Raises ConfigError, which names the point, if one is invalid."""
+    """Resolve all rows. Raises ConfigError, which names the point, if a row is invalid."""
     found: dict[str, Row] = {}
     baselines: dict[str, Row] = {}
     own = [build_row(experiment, point) for point in build_points(experiment)]
@@ -40,14 +42,15 @@ def build_rows(experiment: Experiment) -> Rows:
 
 
 def add_row(rows: dict[str, Row], row: Row) -> Row:
-    """Add a row by its id. If it is there, it gets the seeds of both."""
+    """Add a row under its id. If a row with this id exists already, the result has the seeds of
+    both."""
     known = rows.get(row.row_id, row)
     rows[row.row_id] = replace(known, seeds=tuple(sorted({*known.seeds, *row.seeds})))
     return known
 
 
 def build_points(experiment: Experiment) -> list[Point]:
-    """One point for each combination along the axes, the last axis varying fastest."""
+    """Return one point for each combination of the axes; the last axis varies fastest."""
     axes = [
         [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)]
         if isinstance(axis, dict)
@@ -79,7 +82,7 @@ def build_row(experiment: Experiment, point: Point) -> Row:
 
 
 def split_settings(values: Point, where: str) -> tuple[RowSettings, Point]:
-    """The row's settings, and the keys of its config. Raises ConfigError."""
+    """Split a point into the row's settings and the keys of its config. Raises ConfigError."""
     own = {key: value for key, value in values.items() if key in RowSettings.model_fields}
     try:
         settings = RowSettings(**own)
@@ -89,7 +92,7 @@ def split_settings(values: Point, where: str) -> tuple[RowSettings, Point]:
 
 
 def build_config(base: dict[str, Any], values: Point, settings: RowSettings, where: str) -> Config:
-    """The config of islands in one process, not yet of the run's length. Raises ConfigError."""
+    """Return the config of islands in one process, before its length is set. Raises ConfigError."""
     for key, value in values.items():
         set_value(base, key, copy.deepcopy(value), where)
     listed = base.get("islands") or [{}]
@@ -101,13 +104,14 @@ def build_config(base: dict[str, Any], values: Point, settings: RowSettings, whe
     if settings.step_tokens is not None:
         if settings.step_tokens % count:
             raise ConfigError(
-                f"{where}: step_tokens: {settings.step_tokens} tokens of a step do not divide over {count} islands; "
-                "choose a multiple"
+                f"{where}: step_tokens: {settings.step_tokens} tokens of a step do not divide over "
+                f"{count} islands; choose a multiple of the number of islands"
             )
         set_value(base, "optimizer.tokens_per_step", settings.step_tokens // count, where)
     config = parse_config(yaml.safe_dump(base), where=where)
     try:
-        # With the hash of the weights in it, a run from other weights at the same place is another run.
+        # The config includes the hash of the initial weights, so other weights in the same place
+        # make another run.
         config = pin_weights_hash(fill_sizes(config))
         return configure_in_process(config, has_disturbances=False)
     except ConfigError as error:
@@ -115,7 +119,7 @@ def build_config(base: dict[str, Any], values: Point, settings: RowSettings, whe
 
 
 def count_params(config: Config, where: str) -> int:
-    """Number of parameters of the model. Raises ConfigError."""
+    """Return the number of parameters of the model. Raises ConfigError."""
     vocab_size = config.model.vocab_size or BYTE_VOCAB_SIZE
     if config.model.vocab_size is None and config.data.tokenizer != "bytes":
         raise ConfigError(
@@ -129,7 +133,8 @@ def count_params(config: Config, where: str) -> int:
 
 
 def count_steps(config: Config, settings: RowSettings, num_params: int, where: str) -> int:
-    """Inner steps of the whole run. Raises ConfigError if the row's rounds do not divide them."""
+    """Return the inner steps of the whole run. Raises ConfigError if they are no multiple of the
+    row's inner_steps."""
     tokens = settings.tokens
     if settings.tokens_per_param is not None:
         tokens = settings.tokens_per_param * num_params
@@ -147,7 +152,8 @@ def count_steps(config: Config, settings: RowSettings, num_params: int, where: s
 
 
 def fit_rounds(config: Config, total_steps: int, settings: RowSettings, where: str) -> Config:
-    """The config with as many rounds as make `total_steps`, evaluated as often as asked for."""
+    """Return the config with the rounds that make `total_steps`, evaluated `settings.evaluations`
+    times if possible."""
     rounds = max(total_steps // config.outer.inner_steps, 1)
     every = max(round(rounds / settings.evaluations), 1)
     return config.model_copy(
@@ -159,7 +165,7 @@ def fit_rounds(config: Config, total_steps: int, settings: RowSettings, where: s
 
 
 def fit_saves(config: Config) -> Config:
-    """The config with checkpoints so often that a kill loses little."""
+    """Return the config with checkpoints so frequent that a killed run loses little."""
     every = max(config.outer.rounds // SAVES, 1)
     checkpoint = {"every_rounds": every, "keep": 2, "folder": None, "mirror": None, "resume": "auto"}
     kept = config.island.checkpoint.model_copy(update=checkpoint)
@@ -170,7 +176,8 @@ def fit_saves(config: Config) -> Config:
 
 
 def fit_micro_batch(config: Config) -> Config:
-    """The config with the largest micro-batch that divides an island's sequences of a step and the one asked for."""
+    """Return the config with the largest micro-batch that divides an island's sequences per step
+    and the configured one."""
     sequences = config.optimizer.tokens_per_step // config.data.seq_len
     micro_batch = math.gcd(config.island.micro_batch, max(sequences, 1))
     return config.model_copy(

@@ -1,4 +1,5 @@
-"""Names the method that a config runs, and turns a config of islands into data-parallel training. No torch here."""
+"""Name the method that a config uses, and turn a config of islands into data-parallel training.
+Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +10,13 @@ from outer.config import OuterConfig, OuterOptimizerConfig
 
 INNER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 PLAIN_AVERAGING = OuterOptimizerConfig(lr=1.0, momentum=0.0, nesterov=False)
-"""The outer step with which one island, whose mean is its own, goes on from where it is."""
+"""The outer step with which a single island, whose pseudo-gradient is the mean, keeps its own
+params."""
 
 
 def name_method(config: Config, *, is_data_parallel: bool) -> str:
-    """The method in words: outer optimizer, inner steps, islands, codec, and what else is not the default."""
+    """Return the method in words: outer optimizer, inner steps, islands, codec, and all else that
+    is not the default."""
     optimizer, outer, islands = config.optimizer, config.outer, len(config.islands)
     inner = INNER_NAMES.get(optimizer.name, optimizer.name)
     if optimizer.muon_row_beta is not None:
@@ -33,7 +36,8 @@ def name_method(config: Config, *, is_data_parallel: bool) -> str:
 
 
 def name_outer_step(outer: OuterConfig) -> str:
-    """The outer optimizer: `Nesterov 0.7/0.9` has learning rate 0.7 and momentum 0.9."""
+    """Return the name of the outer optimizer: `Nesterov 0.7/0.9` has learning rate 0.7 and momentum
+    0.9."""
     if outer.gossip is not None:
         gossip = outer.gossip
         return f"gossip of {gossip.group} {gossip.lr:g}/{gossip.momentum:g}, pull {gossip.pull:g}"
@@ -47,7 +51,7 @@ def name_outer_step(outer: OuterConfig) -> str:
 
 
 def name_schedule(outer: OuterConfig) -> list[str]:
-    """What is sent when, and how it is merged, where that is not the default."""
+    """Return words for fragments, timing and merge, as far as they are not the default."""
     words = [f"{outer.fragments} fragments"] if outer.fragments > 1 else []
     words += [f"tau {outer.delay}"] if outer.delay else []
     words += [f"mix {outer.mix:g}"] if outer.mix else []
@@ -62,7 +66,7 @@ def name_schedule(outer: OuterConfig) -> list[str]:
 
 
 def name_codec(outer: OuterConfig) -> str:
-    """The codec with its settings, `stat2 feedback 0.9` for example."""
+    """Return the codec with its settings, for example `stat2 feedback 0.9`."""
     coding, name = outer.coding, outer.codec
     if is_import_path(name):
         name = name_own(name, coding.options)
@@ -76,16 +80,17 @@ def name_codec(outer: OuterConfig) -> str:
 
 
 def name_own(path: str, options: Mapping[str, Any]) -> str:
-    """Own code by the name of its class or function, with its options."""
+    """Return the class or function name of own code, with its options."""
     given = ", ".join(f"{name} {value}" for name, value in options.items())
     name = path.partition(":")[2]
     return f"{name} ({given})" if given else name
 
 
 def as_data_parallel(config: Config, total_steps: int, evaluations: int) -> Config:
-    """One island whose step has the tokens of all islands. Its rounds change nothing; they say when it is evaluated.
+    """Return a config with one island whose step has the tokens of all islands.
 
-    It depends on the model, the text, the inner optimizer and the number of steps, and not on the outer loop.
+    Its rounds do not change the params. They only set when the run is evaluated. The config depends
+    on the model, the text, the inner optimizer and the number of steps, and not on the outer loop.
     """
     optimizer = config.optimizer
     whole = optimizer.tokens_per_step * len(config.islands)
@@ -108,5 +113,5 @@ def as_data_parallel(config: Config, total_steps: int, evaluations: int) -> Conf
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
+    """Return the largest divisor of `number` that is at most `most`."""
     return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)

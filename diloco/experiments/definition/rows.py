@@ -1,4 +1,5 @@
-"""The rows of an experiment and their runs: what each is called, and the hash by which it is found. No torch here."""
+"""The rows of an experiment and their runs: their labels, and the hash that identifies a run.
+Imports no torch."""
 
 import hashlib
 import json
@@ -17,7 +18,7 @@ from diloco.experiments.definition.schema import Point
 from diloco.formatting import human_count
 
 ISLAND_KEYS = ("micro_batch", "compute_dtype", "device", "matmul_precision", "init_from", "tokenizer", "data_paths")
-"""Settings of an island that its numbers depend on."""
+"""Settings of an island on which the numbers of its run depend."""
 COVERED = ("config", "method", "islands", "outer", "step_tokens", "steps_multiple_of", "evaluations", "model", "seeds")
 ALSO_COVERED = (
     "optimizer.name",
@@ -27,28 +28,29 @@ ALSO_COVERED = (
     "optimizer.muon_row_beta",
     "optimizer.momentum_weight",
 )
-"""Keys whose values the name of the method or the size of the model shows, or that are no part of a comparison."""
+"""Keys that no label shows: the method's name or the model's size shows their values, or they are
+not compared."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method with all settings but the seed."""
+    """A method with all settings except the seed."""
 
     label: str
     point: Point
     config: Config
-    """With seed 0."""
+    """The config with seed 0."""
     is_data_parallel: bool
     num_params: int
     seeds: tuple[int, ...]
 
     @cached_property
     def row_id(self) -> str:
-        """Hex digest of the resolved config without its name and seed."""
+        """Hex digest of the resolved config, without its name and seed."""
         return hash_config(self.config, with_seed=False)
 
     def run(self, seed: int) -> "Run":
-        """The run of this row with a seed."""
+        """Return the run of this row with a seed."""
         config = self.config.model_copy(update={"seed": seed})
         return Run(self, seed, config, hash_config(config, with_seed=True))
 
@@ -58,19 +60,20 @@ class Row:
         return self.config.optimizer.tokens_per_step * len(self.config.islands)
 
     def value(self, key: str) -> Any:
-        """The row's value of a key of its point, or of `params`; None if it has none."""
+        """Return the row's value of a key of its point, or of `params`; None if the row has no such
+        value."""
         return self.num_params if key == "params" else self.point.get(key)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row with a seed: one training."""
+    """A row with a seed, which is one training run."""
 
     row: Row
     seed: int
     config: Config
     run_id: str
-    """Hex digest of everything that the result depends on."""
+    """Hex digest of everything on which the result depends."""
 
     @property
     def label(self) -> str:
@@ -86,10 +89,11 @@ class Rows:
 
 
 def hash_config(config: Config, *, with_seed: bool) -> str:
-    """Hex digest of what the numbers of a run depend on. Keys with default values are left out.
+    """Return the hex digest of all settings on which the numbers of a run depend.
 
-    So a later version, which has more keys, finds the runs of this one. Own code counts by the hash of its file: a
-    run of a file that was edited since is another run. Raises ConfigError if it cannot be imported.
+    Keys with default values are left out, so a later version with more keys finds the runs of this
+    version. Own code counts by the hash of its file: after an edit of the file, it is another run.
+    Raises ConfigError if the code cannot be imported.
     """
     excluded = {"name", "code_sha256"} | (set() if with_seed else {"seed"})
     islands = [config.for_island(index) for index in range(len(config.islands))]
@@ -105,7 +109,7 @@ def hash_config(config: Config, *, with_seed: bool) -> str:
 
 
 def label_rows(rows: list[Row]) -> list[Row]:
-    """The rows with labels that tell them apart: the method, then what else varies."""
+    """Return the rows with distinct labels: the method, then what else varies."""
     extents = [describe for describe in (size_of, step_of) if len({describe(row) for row in rows}) > 1]
     labelled = [
         replace(
@@ -129,26 +133,27 @@ def step_of(row: Row) -> str:
 
 
 def describe_others(point: Point) -> list[str]:
-    """The values of a point that the name of its method does not show: `lr 0.003`."""
+    """Return the values of a point that the method's name does not show, such as `lr 0.003`."""
     covered = {key for key in point if key.split(".")[0] in COVERED or key in ALSO_COVERED}
     others = {key: value for key, value in point.items() if key not in covered}
     return [f"{key.rpartition('.')[2].replace('_', ' ')} {short(value)}" for key, value in others.items()]
 
 
 def describe_point(point: Point) -> str:
-    """A point on one line."""
+    """Return a point as one line of text."""
     return ", ".join(f"{key}={short(value)}" for key, value in point.items() if key != "config" or len(point) == 1)
 
 
 def short(value: Any) -> str:
-    """A value on one line; of a whole config its name."""
+    """Return a value as one line of text; for a whole config its name."""
     if isinstance(value, dict):
         return str(value["name"]) if "name" in value else yaml.safe_dump(value, default_flow_style=True).strip()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def select(rows: Iterable[Row], wanted: list[str]) -> list[Row]:
-    """The rows whose number (from 1) or part of whose label is wanted; all if nothing is. Raises ConfigError."""
+    """Return the rows with a wanted number (from 1) or label part; all rows if `wanted` is empty.
+    Raises ConfigError."""
     rows = list(rows)
     chosen: list[Row] = []
     for text in wanted:

@@ -1,4 +1,5 @@
-"""The file of an experiment: a base config, axes along which it varies, seeds, a baseline. No torch here.
+"""The file of an experiment: a base config, axes along which it varies, seeds, a baseline. Does not
+import torch.
 
     name: inner-steps
     base: ../methods/diloco.yaml         # a path beside this file, or the content of a config
@@ -9,7 +10,7 @@
       - [{outer.codec: int4}, {method: data-parallel}]    # points written out
     seeds: [0, 1, 2]
 
-The keys of RowSettings may be used beside those of a config, in overrides and in axes.
+The keys of RowSettings may be used beside the keys of a config, in overrides and in axes.
 """
 
 from collections.abc import Mapping
@@ -32,9 +33,9 @@ DATA_PARALLEL: Point = {"method": "data-parallel"}
 
 
 def check_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
-    """Raise ValueError unless these are different numbers from 0 on."""
+    """Raise ValueError unless the seeds are different numbers of at least 0."""
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ValueError("different numbers from 0 on, at least one")
+        raise ValueError("at least one number, and different numbers from 0 on")
     return seeds
 
 
@@ -42,27 +43,34 @@ Seeds = Annotated[tuple[int, ...], AfterValidator(check_seeds)]
 
 
 class RowSettings(Section):
-    """What a row has besides its config. Each key may be set for all rows and in any axis."""
+    """Settings of a row besides its config. Each key may be set for all rows and in any axis."""
 
     config: str | dict[str, Any] | None = None
     """A config that replaces the experiment's `base` in this row."""
     method: Literal["islands", "data-parallel"] = "islands"
-    """data-parallel: the same model, inner optimizer, tokens and text, with one gradient of all of a step's tokens."""
+    """data-parallel: the same model, inner optimizer, tokens and text, with one gradient over all
+    tokens of a step."""
     islands: int | None = Field(default=None, ge=1)
-    """Number of islands; None: as in the config."""
+    """Number of islands. null: as in the config."""
     step_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one step of all islands together. None: each island has optimizer.tokens_per_step."""
+    """Tokens of one step of all islands together. null: each island has
+    optimizer.tokens_per_step."""
     tokens: float | None = Field(default=None, gt=0)
-    """Tokens of the whole run over all islands. None: outer.rounds x outer.inner_steps steps."""
+    """Tokens of the whole run over all islands. null: those of outer.rounds x outer.inner_steps
+    steps."""
     tokens_per_param: float | None = Field(default=None, gt=0)
-    """The same, for each parameter of the model, embeddings included."""
+    """Tokens of the whole run per parameter of the model, embeddings included. It replaces
+    `tokens`."""
     steps_multiple_of: int = Field(default=1, ge=1)
-    """`tokens` are rounded to a multiple of so many steps; each row's outer.inner_steps must divide it."""
+    """`tokens` are rounded to a multiple of this number of steps, which each row's
+    outer.inner_steps must divide."""
     evaluations: int = Field(default=20, ge=1)
-    """How often held-out loss is measured, evenly over the run, as far as rounds allow."""
+    """Number of evaluations of the held-out loss, spread evenly over the run as far as its rounds
+    allow."""
 
     seeds: Seeds | None = None
-    """Seeds of this row, where they are not those of the experiment, as for larger models."""
+    """Seeds of this row, if they differ from the experiment's seeds, for example fewer seeds for
+    larger models."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "RowSettings":
@@ -72,16 +80,16 @@ class RowSettings(Section):
 
 
 class ReportSettings(Section):
-    """What the report shows besides the table."""
+    """Content of the report in addition to the table."""
 
     link: str = "100mbit"
-    """Link of each island for the simulated wall clock: a rate in each direction."""
+    """Rate of each island's link in each direction, for the simulated wall clock."""
     rtt: str = "50ms"
     step_seconds: float | None = Field(default=None, gt=0)
-    """Seconds in which one island makes an inner step of its share of step_tokens, the same for all rows. None: as
-    measured here for each model, on one core."""
+    """Seconds that one island takes for an inner step with its share of step_tokens, the same for
+    all rows. null: the seconds are measured here for each model, on one core."""
     against: str | None = None
-    """A key of an axis, or `params`: the last losses are also drawn against it."""
+    """A key of an axis, or `params`: the last losses are also plotted against it."""
 
     @field_validator("link")
     @classmethod
@@ -101,16 +109,18 @@ class Experiment(Section):
 
     name: str = Field(pattern=f"^{RUN_NAME}$")
     about: str = ""
-    """What the experiment asks, for its summary."""
+    """The question that the experiment answers, for its summary."""
     base: str | dict[str, Any]
     overrides: Point = Field(default_factory=dict)
     axes: tuple[dict[str, tuple[Any, ...]] | tuple[Point, ...], ...] = ()
     seeds: Seeds = (0,)
     baseline: Literal["data-parallel"] | Point | None = "data-parallel"
-    """Each row is compared with the row that it becomes with these values: data-parallel is {method: data-parallel}."""
+    """Values that turn a row into its baseline, with which it is compared. data-parallel stands for
+    {method: data-parallel}."""
     report: ReportSettings = ReportSettings()
     keep_checkpoints: bool = False
-    """Keep the last checkpoint of the first island of each run, for example to export or fine-tune it."""
+    """Keep the last checkpoint of the first island of each run, for example to export or fine-tune
+    it."""
 
     @field_validator("axes")
     @classmethod
@@ -119,8 +129,8 @@ class Experiment(Section):
             lengths = {key: len(values) for key, values in axis.items()} if isinstance(axis, dict) else {}
             if len(set(lengths.values())) > 1:
                 raise ValueError(
-                    f"as many values for each key of one axis, because they are zipped (got {lengths}); put keys that "
-                    "are to be crossed into axes of their own"
+                    "as many values for each key of one axis, because they are zipped (got "
+                    f"{lengths}); put keys that are to be crossed into separate axes"
                 )
         return axes
 
@@ -131,7 +141,8 @@ class Experiment(Section):
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Load an experiment's file with the configs that it names in it, so that it needs no other file. ConfigError."""
+    """Load an experiment's file and all configs that it names into one object. Raises
+    ConfigError."""
     values = load_yaml(path)
     values["base"] = _inline(values.get("base"), path)
     for key in {"overrides", "baseline"} & values.keys():
@@ -150,12 +161,12 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def dump_experiment(experiment: Experiment) -> str:
-    """The experiment as YAML that needs no other file."""
+    """Return the experiment as YAML that refers to no other file."""
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The values of a YAML file. Raises ConfigError."""
+    """Return the values of a YAML file. Raises ConfigError."""
     try:
         values = parse_yaml(path.read_text())
     except OSError as error:
@@ -168,7 +179,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def _with_config(point: object, path: Path) -> object:
-    """A point in which the path of a `config` is replaced by the content of its file."""
+    """Return a point in which the path of a `config` is replaced by the content of its file."""
     if isinstance(point, Mapping) and "config" in point:
         return {**point, "config": _inline(point["config"], path)}
     return point

@@ -10,7 +10,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds. `half_width` is that of its confidence interval; None with one seed."""
+    """A mean over seeds. `half_width`: half the width of its confidence interval; None with one
+    seed."""
 
     mean: float
     half_width: float | None
@@ -18,21 +19,23 @@ class Estimate:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval does not contain 0."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
 def compare(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
-    """Relative difference of losses to those of the baseline with the same seeds (0.01 is 1 % worse); None if no pair.
+    """Return the losses relative to the baseline's losses with the same seeds (0.01 is 1 % worse);
+    None without a pair.
 
-    Seeds are paired, because they give the weights and the text, which move both losses together.
+    Runs of equal seeds are paired because the seed sets the weights and the text, which change both
+    losses together.
     """
     pairs = [losses[seed] / baseline[seed] - 1 for seed in sorted(losses.keys() & baseline.keys())]
     return estimate(pairs) if pairs else None
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of values with Student's confidence interval. At least one value."""
+    """Return the mean of at least one value, with Student's confidence interval."""
     half_width = None
     if len(values) > 1:
         half_width = student_t(CONFIDENCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -40,12 +43,13 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Standard deviation of a sample; None of fewer than two values."""
+    """Return the standard deviation of a sample; None for fewer than two values."""
     return stdev(values) if len(values) > 1 else None
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """The t with P(|T| < t) = confidence for Student's T with so many degrees of freedom: 4.303 for 0.95 and 2."""
+    """Return the t with P(|T| < t) = confidence, for Student's T with `degrees` degrees of freedom:
+    4.303 for 0.95 and 2."""
     low, high = 0.0, 1.0
     while central_probability(high, degrees) < confidence:
         high *= 2
@@ -56,7 +60,7 @@ def student_t(confidence: float, degrees: int) -> float:
 
 
 def central_probability(t: float, degrees: int) -> float:
-    """P(|T| < t) of Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(|T| < t) of Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     square = math.cos(angle) ** 2
     is_odd = degrees % 2

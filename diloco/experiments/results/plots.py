@@ -16,14 +16,16 @@ from diloco.report.style import ISLAND_COLORS, REFERENCE, new_axes, plot_style, 
 
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 SHOWN_FROM = 0.1
-"""Losses before this share of the tokens are so high that they would hide the differences after it."""
+"""Plots begin at this share of the tokens. The losses before it are so high that they would hide
+later differences."""
 RATIO_OF_LOG = 8.0
 """An axis whose values differ by more than this factor is logarithmic."""
 
 
 @dataclass(frozen=True)
 class Abscissa:
-    """What losses are plotted against: the value of a line when `share` of its run is done."""
+    """The horizontal axis of a plot: `value` gives the value of a line when `share` of its run is
+    done."""
 
     stem: str
     title: str
@@ -46,7 +48,7 @@ ABSCISSAE = (
 
 
 def write_plots(lines: Sequence[TableLine], folder: Path, against: str | None, link: str) -> list[str]:
-    """Draw every plot, one file for each size of the model. Returns the files' names."""
+    """Draw every plot, one file for each size of the model. Return the names of the files."""
     names = []
     sizes = sorted({line.row.num_params for line in lines})
     with plot_style():
@@ -62,7 +64,8 @@ def write_plots(lines: Sequence[TableLine], folder: Path, against: str | None, l
 
 
 def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size: str, link: str) -> bool:
-    """Draw the losses of rows of one size. Returns False, and draws nothing, if no row has a value there."""
+    """Draw the losses of rows with one model size. Return False, and draw nothing, if no row has a
+    value on the axis."""
     drawn = [(line, points) for line in lines if (points := curve_points(line, abscissa))]
     if not drawn:
         return False
@@ -80,7 +83,7 @@ def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size
 
 
 def curve_points(line: TableLine, abscissa: Abscissa) -> list[tuple[float, float]]:
-    """(value, loss) of each evaluation; none if all values are 0."""
+    """Return (value, loss) of each evaluation; empty if all values are 0."""
     last = line.curve[-1][0]
     points = [(abscissa.value(line, tokens / last), loss) for tokens, loss in line.curve] if last else []
     return [point for point in points if point[0] > 0]
@@ -96,7 +99,8 @@ def fit_axis(axes: Axes, ends: Sequence[float], text: Callable[[float], str]) ->
 
 
 def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
-    """Draw last losses against a key, with bars from the best seed to the worst. False: no row has a number there."""
+    """Draw last losses against a key, with bars from the best to the worst seed. Return False if no
+    row has a number."""
     level = [line for line in lines if is_level(line.row, key)]
     groups: dict[str, list[TableLine]] = {}
     for line in lines:
@@ -120,7 +124,8 @@ def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
 
 
 def draw_group(axes: Axes, members: Sequence[TableLine], key: str, index: int) -> None:
-    """Draw the rows that differ in the key alone. Their name is the longest label, without the key's value."""
+    """Draw the rows that differ only in the key. Their name is the longest label, without the key's
+    value."""
     values, means = [line.row.value(key) for line in members], [line.loss for line in members]
     bars = [[abs(end(line.losses.values()) - line.loss) for line in members] for end in (min, max)]
     name = max((name_without(line.row, key) for line in members), key=len)
@@ -128,14 +133,16 @@ def draw_group(axes: Axes, members: Sequence[TableLine], key: str, index: int) -
 
 
 def is_level(row: Row, key: str) -> bool:
-    """Whether the row does not depend on the key: data-parallel training knows neither islands nor rounds."""
+    """Return whether the row does not depend on the key: data-parallel training has neither islands
+    nor rounds."""
     return row.is_data_parallel and (key == "islands" or key.startswith("outer."))
 
 
 def group_of(row: Row, key: str) -> str:
-    """A key that rows share which differ in this one alone. `params` follows from the keys of the model.
+    """Return a key that is equal for rows that differ only in `key`.
 
-    Larger models often have fewer seeds, which sets no row apart.
+    `params` follows from the keys of the model, which are therefore left out with it. Seeds are
+    left out too, because larger models often have fewer seeds.
     """
     leaves_out = ("model" if key == "params" else key, "seeds")
     rest = {name: value for name, value in row.point.items() if not name.startswith(leaves_out)}
@@ -143,7 +150,7 @@ def group_of(row: Row, key: str) -> str:
 
 
 def name_without(row: Row, key: str) -> str:
-    """The row's label without the value of a key."""
+    """Return the row's label without the value of a key."""
     value = row.value(key)
     words = {f"H {value}", f"{key.rpartition('.')[2].replace('_', ' ')} {value:g}"}
     words = {f"{human_count(value)} params"} if key == "params" else words
@@ -155,12 +162,12 @@ def name_without(row: Row, key: str) -> str:
 
 
 def line_style(index: int, row: Row) -> dict[str, Any]:
-    """Colour and dashes of the n-th line; data-parallel training is grey."""
+    """Return the colour and dashes of line `index`; data-parallel training is grey."""
     style = LINE_STYLES[index // len(ISLAND_COLORS) % len(LINE_STYLES)]
     color = REFERENCE if row.is_data_parallel else ISLAND_COLORS[index % len(ISLAND_COLORS)]
     return {"color": color, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3}
 
 
 def longest(lines: Sequence[TableLine]) -> int:
-    """Characters of the longest label."""
+    """Return the number of characters of the longest label."""
     return max(len(line.row.label) for line in lines)

@@ -1,4 +1,5 @@
-"""What a finished run has shown: its held-out losses and the bytes it has sent. No torch here."""
+"""The result of a finished run: its held-out losses and the bytes that it has sent. Does not import
+torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ class RunResult:
     """The figures of one run."""
 
     curve: list[tuple[int, float]]
-    """(tokens of all islands, held-out loss in nats per token), one for each evaluation."""
+    """(tokens of all islands, held-out loss in nats per token) of each evaluation."""
     sent_bytes: float
-    """Bytes that an island has sent in committed rounds, payload and protocol, on average."""
+    """Bytes that an island has sent in committed rounds, payload and protocol; a mean over the
+    islands."""
     core_seconds: float
     """Processor time of the process that finished the run."""
     steps_timed: int
-    """Inner steps that this process made: fewer than the run's if the run was stopped in between."""
+    """Inner steps that this process made: fewer than the run's steps if the run was stopped in
+    between."""
 
     @property
     def loss(self) -> float:
@@ -49,7 +52,8 @@ def measure_run(run_dir: Path, run: Run, *, core_seconds: float, steps_timed: in
 
 
 def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list[tuple[int, float]]:
-    """(tokens, loss) of each evaluation, averaged over islands. A resumed run has evaluated some rounds twice."""
+    """Return (tokens, loss) of each evaluation, averaged over islands. A resumed run has evaluated
+    some rounds twice."""
     by_cycle: dict[int, dict[str, float]] = {}
     for island in islands:
         for record in island.evals:
@@ -59,12 +63,16 @@ def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list
 
 
 def count_sent(island: IslandRecords) -> int:
-    """Bytes that the island has sent in committed rounds; of a round made again after a stop, the last time."""
+    """Return the bytes that the island sent in committed rounds. Of a round repeated after a stop,
+    the last one counts."""
     return sum({record.round: record.bytes_sent for record in island.rounds if record.committed}.values())
 
 
 def data_parallel_bytes(row: Row, num_machines: int) -> float:
-    """Bytes that one of so many machines would send in data-parallel training: a bf16 ring all-reduce every step."""
+    """Return the bytes that one of `num_machines` machines sends in data-parallel training.
+
+    Each step has a ring all-reduce in bf16.
+    """
     return data_parallel_bytes_per_step(row.num_params, num_machines) * row.config.total_steps
 
 
@@ -74,7 +82,8 @@ def write_result(run_dir: Path, result: RunResult) -> None:
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """The result of a finished run; None if it is not finished. Raises InputError if the file is damaged."""
+    """Return the result of a finished run; None if it is not finished. Raises InputError if the
+    file is damaged."""
     path = run_dir / FINISHED
     try:
         return _PARSER.validate_json(path.read_bytes())
@@ -82,4 +91,6 @@ def read_result(run_dir: Path) -> RunResult | None:
         return None
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise InputError(f"{path} is damaged: {problem}; delete it, and the run goes on from its last save") from None
+        raise InputError(
+            f"{path} is damaged: {problem}; delete it, and the run resumes from its last checkpoint"
+        ) from None

@@ -1,4 +1,4 @@
-"""summary.md and results.json of an experiment."""
+"""Write summary.md and results.json of an experiment."""
 
 import json
 import os
@@ -25,7 +25,8 @@ def write_summary(
     plots: Sequence[str],
     notes: Sequence[str],
 ) -> None:
-    """Write both files. `notes` are lines for the summary: what is missing, how the time was simulated."""
+    """Write both files. `notes`: lines for the summary, about missing runs and how the time was
+    simulated."""
     text = [f"# {experiment.name}", "", *([experiment.about.strip(), ""] if experiment.about else [])]
     text += [*markdown_table(lines), "", explain_table(experiment, rows), "", *(f"- {note}" for note in notes), ""]
     text += [f"![{name}](plots/{name})\n" for name in plots]
@@ -38,13 +39,13 @@ def write_summary(
 
 
 def markdown_table(lines: Sequence[TableLine]) -> list[str]:
-    """The table, a line of text each."""
+    """Return the table as lines of text."""
     marks = ["---", *["---:"] * (len(HEADINGS) - 1)]
     return ["| " + " | ".join(cells) + " |" for cells in [HEADINGS, marks, *map(format_line, lines)]]
 
 
 def explain_table(experiment: Experiment, rows: Rows) -> str:
-    """What the columns mean."""
+    """Return a text that explains the columns."""
     text = (
         "Losses are held-out, in nats per token, at the end of the run; the spread is the standard deviation over the "
         "seeds. "
@@ -57,20 +58,20 @@ def explain_table(experiment: Experiment, rows: Rows) -> str:
             f"brackets with its {CONFIDENCE:.0%} confidence interval (Student's t). "
         )
     return text + (
-        "Bytes are those of committed rounds, payload and protocol; for data-parallel training those of a bf16 ring "
+        "Bytes count committed rounds, payload and protocol; for data-parallel training they count a bf16 ring "
         f"all-reduce at every step. Run on {platform.machine()} with {os.cpu_count()} processors."
     )
 
 
 def describe_length(line: TableLine) -> str:
-    """The run's length and the model's size."""
+    """Return a text with the run's length and the model's size."""
     row = line.row
     tokens = row.config.total_steps * row.step_tokens
     return f"{human_count(row.num_params)} parameters, {human_count(tokens)} tokens in {row.config.total_steps} steps"
 
 
 def as_json(line: TableLine, rows: Rows) -> Mapping[str, Any]:
-    """All figures of a row."""
+    """Return all figures of a row."""
     row, difference, baseline = line.row, line.difference, rows.baselines.get(line.row.row_id)
     return {
         "label": row.label,

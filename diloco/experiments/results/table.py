@@ -1,4 +1,4 @@
-"""The table of an experiment: a line for each row, with its runs so far."""
+"""The table of an experiment: one line per row, with the results of its runs so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ class TableLine:
     losses: dict[int, float]
     """The last loss by seed."""
     difference: Estimate | None
-    """Relative to the baseline, over the seeds that both have; None without a baseline, or of the baseline itself."""
+    """Loss relative to the baseline, over the seeds that both have; None without a baseline and for
+    the baseline itself."""
     sent_bytes: float
     seconds: float
-    """Simulated wall clock of the whole run."""
+    """Duration of the whole run on the simulated wall clock."""
 
     @property
     def loss(self) -> float:
@@ -39,7 +40,8 @@ class TableLine:
 
 
 def build_table(rows: Rows, results: Results, step_seconds: Mapping[str, float], num_machines: int) -> list[TableLine]:
-    """A line for each row with a finished run. `step_seconds` of the simulated wall clock is by the row's id."""
+    """Return a line for each row with a finished run. `step_seconds`: simulated seconds per step,
+    by the row's id."""
     return [
         build_line(row, rows.baselines.get(row.row_id), results, step_seconds[row.row_id], num_machines)
         for row in rows.rows
@@ -48,7 +50,7 @@ def build_table(rows: Rows, results: Results, step_seconds: Mapping[str, float],
 
 
 def build_line(row: Row, baseline: Row | None, results: Results, step_seconds: float, num_machines: int) -> TableLine:
-    """The line of a row that has a finished run."""
+    """Return the line of a row that has a finished run."""
     found = results[row.row_id]
     losses = {seed: result.loss for seed, result in sorted(found.items())}
     difference = None
@@ -67,14 +69,14 @@ def build_line(row: Row, baseline: Row | None, results: Results, step_seconds: f
 
 
 def mean_curve(results: Mapping[int, RunResult]) -> list[tuple[int, float]]:
-    """(tokens, mean loss) where each seed was evaluated."""
+    """Return (tokens, mean loss) at each evaluation that every seed has."""
     curves = [dict(result.curve) for result in results.values()]
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     return [(tokens, fmean(curve[tokens] for curve in curves)) for tokens in common]
 
 
 def format_line(line: TableLine) -> tuple[str, ...]:
-    """The cells of HEADINGS."""
+    """Return the cells of a line, in the order of HEADINGS."""
     return (
         line.row.label,
         str(len(line.losses)),
@@ -87,7 +89,7 @@ def format_line(line: TableLine) -> tuple[str, ...]:
 
 
 def format_difference(difference: Estimate | None) -> str:
-    """`+2.9 % [+2.1, +3.7]`, with the confidence interval in brackets."""
+    """Return text such as `+2.9 % [+2.1, +3.7]`, with the confidence interval in brackets."""
     if difference is None:
         return UNKNOWN
     mean = 100 * difference.mean

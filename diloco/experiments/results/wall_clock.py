@@ -1,8 +1,9 @@
-"""Simulated wall clock: how long a row takes with an island on each of several machines, on links of a given speed.
+"""Simulate a row's wall clock with each island on its own machine, on links of a given speed.
 
-An inner step takes what it takes on one core of this machine, or what the experiment's file says. The rest is the
-planner's: diloco/planning/predict.py for islands, and for data-parallel training a ring all-reduce of bf16 gradients
-after each step, which does not overlap with it.
+An inner step takes as long as on one core of this machine, or as long as the experiment's file
+says. The rest is predicted: for islands by diloco/planning/predict.py, and for data-parallel
+training as a ring all-reduce of bf16 gradients after each step, which does not overlap with the
+step.
 """
 
 from dataclasses import dataclass
@@ -15,21 +16,23 @@ from inner.model.sizes import BYTE_VOCAB_SIZE
 from outer.cost import measure_host_speed
 
 TRANSPORT = "gloo"
-"""Its share of a link was measured; islands of one process have no links."""
+"""The transport whose share of a link is used, because it was measured; islands of one process have
+no links."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Where the simulated run takes place: one machine for each island, and so many for data-parallel training."""
+    """The machines of the simulated run: one for each island, and a given number for data-parallel
+    training."""
 
     num_machines: int
     link: LinkSpeed
 
 
 def seconds_per_step(row: Row, step_seconds: float, machines: Machines) -> float:
-    """Seconds of an inner step with its share of the communication.
+    """Return the seconds of an inner step with its share of the communication.
 
-    `step_seconds` is what one machine needs for its share of the step's tokens.
+    `step_seconds`: time that one machine needs for its share of the step's tokens.
     """
     outer = row.config.outer.model_copy(update={"transport": TRANSPORT})
     if row.is_data_parallel:
@@ -48,7 +51,8 @@ def seconds_per_step(row: Row, step_seconds: float, machines: Machines) -> float
 
 
 def all_reduce_seconds(row: Row, machines: Machines) -> float:
-    """Seconds of a ring all-reduce of the gradients in bf16: 2 (N - 1) messages of 1/N of them, one after another."""
+    """Return the seconds of a ring all-reduce of bf16 gradients: 2 (N - 1) messages of 1/N of their
+    size, one by one."""
     others = machines.num_machines - 1
     if others == 0:
         return 0.0

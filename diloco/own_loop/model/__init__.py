@@ -1,1 +1,1 @@
-"""Somebody's model, optimizers and ranks, as islands see them."""
+"""The user's own model, optimizers and ranks, as islands see them."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of an island that hold the same part of a parameter hold copies of it."""
+"""Check that ranks of an island which hold the same part of a parameter hold equal copies of it."""
 
 from collections import Counter
 
@@ -11,7 +11,11 @@ from outer.space.ranks import RankGroup
 
 
 def check_ranks(ranks: RankGroup, params: LocalParams) -> str:
-    """`describe` of the parameters. Raises ConfigError on every rank unless all hold shards or copies of them."""
+    """Return `describe` of the parameters. Raises ConfigError on every rank unless all hold shards
+    or copies of them.
+
+    Every rank must call it.
+    """
     text = describe(params.specs)
     check_same(ranks, text, "what is trained of the model")
     check_copies(ranks, params)
@@ -19,10 +23,12 @@ def check_ranks(ranks: RankGroup, params: LocalParams) -> str:
 
 
 def check_copies(ranks: RankGroup, params: LocalParams) -> None:
-    """Raise ConfigError on every rank if two of them hold the same rectangle of a parameter with different values.
+    """Raise ConfigError on every rank if two ranks hold the same rectangle of a parameter with
+    different values.
 
-    Such ranks would be taken for replicas, and averaged into each other: stages of a pipeline whose names are numbered
-    from 0 on each of them, or shards of tensor parallelism that their DTensors do not say.
+    Such ranks would be taken for replicas, and their values would be mixed. It happens with stages
+    of a pipeline whose layers are numbered from 0 on each rank, and with tensor parallelism whose
+    shards are not DTensors.
     """
     holders = Counter(held for slices in ranks.gather(params.slices) for held in slices)
     shared = {held: index for index, held in enumerate(params.slices) if holders[held] > 1}

@@ -1,4 +1,4 @@
-"""Which parameters of somebody's model travel between islands: those that are trained."""
+"""Find the parameters of the user's model that islands average: those that are trained."""
 
 import hashlib
 import json
@@ -16,9 +16,11 @@ from inner.params import LocalParams
 
 
 def trained_params(model: nn.Module) -> LocalParams:
-    """A view of the parameters that require gradients, under their names in the innermost module.
+    """Return a view of the parameters that require gradients, under their names in the innermost
+    module.
 
-    DDP, torch.compile and Fabric are looked through. Raises ConfigError if islands cannot average them.
+    Wrappers of DDP, torch.compile and Fabric are removed. Raises ConfigError if islands cannot
+    average the parameters.
     """
     inner = unwrap(model)
     trained = {name: param for name, param in inner.named_parameters() if param.requires_grad}
@@ -30,7 +32,8 @@ def trained_params(model: nn.Module) -> LocalParams:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, torch.compile and Fabric. Raises ConfigError for FSDP1."""
+    """Return the module inside DistributedDataParallel, torch.compile and Fabric. Raises
+    ConfigError for FSDP1."""
     while True:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
@@ -70,7 +73,8 @@ def is_shard_past_rows(placement: object) -> bool:
 
 
 def describe(specs: Sequence[ParamSpec]) -> str:
-    """One line that differs between models whose trained parameters differ in names, shapes or order."""
+    """Return one line that differs between models whose trained parameters differ in names, shapes
+    or order."""
     text = json.dumps([(spec.name, spec.shape) for spec in specs])
     elements = sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in specs)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The ranks of one island whose processes were started by somebody else."""
+"""The ranks of one island whose processes were started by another program."""
 
 import os
 from datetime import timedelta
@@ -9,19 +9,21 @@ from diloco.errors import ConfigError
 from outer.space.ranks import RankGroup
 
 GROUP_SECONDS = 1800.0
-"""Time-out of collectives among the ranks. Waits for other islands have deadlines of their own."""
+"""Time limit of collectives among the ranks. Waits for other islands have their own deadlines."""
 WHOLE_MODEL = (
     "Every rank must hold a shard or a copy of each parameter (DDP, FSDP2, tensor parallel by DTensors), and copies "
     "must be equal; pipeline stages of your own, of which each rank holds some parameters, cannot be averaged: use "
     "`diloco train` with island.mesh.pp"
 )
-"""What an error says about the ranks of an island."""
+"""Part of an error message about what the ranks of an island must hold."""
 
 
 def find_ranks() -> RankGroup:
-    """All ranks of torch.distributed as one island; without it this process alone. Every rank must call it.
+    """Return all ranks of torch.distributed as one island; without torch.distributed, this process
+    alone.
 
-    Raises ConfigError in a process of several that has not initialised torch.distributed.
+    Every rank must call it. Raises ConfigError if several processes were started and
+    torch.distributed is not initialised.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -39,7 +41,8 @@ def find_ranks() -> RankGroup:
 
 
 def check_same(ranks: RankGroup, value: str, what: str) -> None:
-    """Raise ConfigError on every rank if a value is not the same on all of them."""
+    """Raise ConfigError on every rank if a value is not the same on all of them. Every rank must
+    call it."""
     found = ranks.gather(value)
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -48,13 +51,15 @@ def check_same(ranks: RankGroup, value: str, what: str) -> None:
 
 
 def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:
-    """Tokens of a step on all ranks. Raises ValueError where they cannot be right. None: nothing bounds them."""
+    """Return the tokens of a step over all ranks. Raises ValueError if they are invalid. `most`
+    None: no upper limit."""
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
     total = sum(ranks.gather(tokens))
     if most is not None and total > most:
         raise ValueError(
-            f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: others refuse that; "
-            "set it to the most tokens of a step on any island, on all islands"
+            f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: other "
+            "islands refuse that; on all islands, set it to the most tokens of a step on any "
+            "island"
         )
     return total

@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that it had when its island entered the run."""
+"""Check that a model still has the parameters that it had when its island entered the run."""
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -8,11 +8,12 @@ from diloco.own_loop.model.params import unwrap
 from outer.space.ranks import RankGroup
 
 NAMED = 4
-"""Changed parameters that an error names; it counts the others."""
+"""Most changed parameters that an error names; it gives only the number of the others."""
 
 
 class ParamsWatch:
-    """Compares the parameters of a model with those that it has now. Islands would not see others."""
+    """Compares a model's present parameters with its earlier ones, because islands would not notice
+    new parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -20,21 +21,27 @@ class ParamsWatch:
         self._kinds = {name: kind(param) for name, param in self._trained.items()}
 
     def require_same(self, ranks: RankGroup, number: int) -> None:
-        """Raise ConfigError on every rank if one of them has other parameters than it had, in round `number`."""
+        """Raise ConfigError on every rank if a rank's parameters have been replaced. `number`: the
+        round.
+
+        Every rank must call it.
+        """
         for rank, changes in enumerate(ranks.gather(self.changes())):
             if changes:
                 more = f"; and {len(changes) - NAMED} more" if len(changes) > NAMED else ""
                 where = f" on rank {rank}" if ranks.num_ranks > 1 else ""
                 raise ConfigError(
                     f"round {number}: the model's parameters have changed since Islands was made{where}: "
-                    f"{'; '.join(changes[:NAMED])}{more}. Islands averages those that required gradients then, and "
-                    "this island would drift apart from the others. Make Islands after the change, the same on every "
+                    f"{'; '.join(changes[:NAMED])}{more}. Islands averages the parameters that "
+                    "required gradients then, and this island would drift apart. "
+                    "Make Islands after the change, the same on every "
                     "island: what is trained later requires gradients from the start and joins the optimizer later, "
                     "and new values are copied into a parameter (copy_, load_state_dict without assign=True)"
                 )
 
     def changes(self) -> list[str]:
-        """One phrase for each parameter that differs. One that was frozen since is still averaged, and none of them."""
+        """Return one phrase for each parameter that differs. A parameter that was frozen since is
+        still averaged, so it is no change."""
         now = params_of(self._model)
         changes = []
         for name, param in now.items():
@@ -50,15 +57,16 @@ class ParamsWatch:
 
 
 def params_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters by their names in the innermost module; those of FSDP2 are the shards."""
+    """Return all parameters by their names in the innermost module. With FSDP2 they are the
+    shards."""
     inner = unwrap(model)
     for module in inner.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # After an evaluation the module may still hold what it has gathered.
+            module.reshard()  # After an evaluation the module may still hold gathered parameters.
     return dict(inner.named_parameters())
 
 
 def kind(param: Tensor) -> str:
-    """Shape and dtype in words, which may change in place."""
+    """Return dtype and shape in words. Both may change while the tensor object stays the same."""
     dtype = str(param.dtype).removeprefix("torch.")
     return f"{dtype} {list(param.shape)}"

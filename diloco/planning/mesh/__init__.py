@@ -1,1 +1,2 @@
-"""`diloco mesh`: the ranks of an island, their traffic, memory and time, before anything runs."""
+"""`diloco mesh`: show the ranks of an island, their traffic, memory and time, before anything
+runs."""

@@ -1,6 +1,7 @@
-"""`diloco mesh --dry-run`: an inner step of some ranks on an accelerator that computes nothing, beside the plan.
+"""`diloco mesh --dry-run`: run an inner step of some ranks on a device that computes nothing.
 
-Each rank is rehearsed by a process of its own (`python -m inner.dry_run`), which needs neither a GPU nor other ranks.
+Its memory and traffic are compared with the plan. Each rank is rehearsed in a process of its own
+(`python -m inner.dry_run`), which needs neither a GPU nor other ranks.
 """
 
 import subprocess
@@ -21,14 +22,15 @@ from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.traffic.expected import SCALARS, TrafficRow, expected_traffic
 
 LIMIT_SECONDS = 3600.0
-"""Longest time for one rank."""
+"""Time limit for the rehearsal of one rank."""
 EOS_ID = 0
-"""Any token will do: texts have no values here."""
+"""The end-of-sequence token of the rehearsal. Any number will do, because the texts have no
+content."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank has done, and what was planned."""
+    """What a rank sent and held in its rehearsal, and what was planned for it."""
 
     done: RehearsalResult
     planned_peak: int
@@ -36,17 +38,17 @@ class RankReport:
 
     @property
     def traffic(self) -> list[TrafficRow]:
-        """What the rank has sent, without bookkeeping of a few bytes."""
+        """The rank's traffic, without the few bytes of bookkeeping."""
         return [row for row in self.done.traffic if row.op != SCALARS]
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether it has sent exactly what was planned."""
+        """Whether the rank has sent exactly the planned traffic."""
         return sorted(self.traffic) == sorted(self.planned_traffic)
 
     @property
     def differences(self) -> list[str]:
-        """Lines about the traffic that was not planned, or not so."""
+        """One line for each kind of traffic that was not planned, or that differs from its plan."""
         planned = {(row.axis, row.op): row for row in self.planned_traffic}
         done = {(row.axis, row.op): row for row in self.traffic}
         lines = []
@@ -59,14 +61,15 @@ class RankReport:
 def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: Console) -> bool:
     """Rehearse the first, a middle and the last rank and print what they did.
 
-    Returns False if a rank sent from the wrong device. Raises ConfigError if a rehearsal fails.
+    Returns False if a rank sent data from the wrong device. Raises ConfigError if a rehearsal
+    fails.
     """
     plan, num_ranks, reports = replace(plan, device_type="cuda"), plan.work.degrees.num_ranks, []
     for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
         with console.status(f"dry run of rank {rank} of {num_ranks}"):
             reports.append(_report(run, island, plan, rank))
     seconds = human_seconds(max(report.done.seconds for report in reports))
-    print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} a rank)", _table(reports))
+    print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} per rank)", _table(reports))
     notes = [line for report in reports for line in report.differences]
     if island.parallel.compile is not False and plan.device_type == "cuda":
         notes.append("torch.compile is left out of a dry run")
@@ -75,7 +78,7 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     print_section(console, "Where host and device wait for each other in a step of rank 0", _crossings(reports[0].done))
     misplaced = [f"rank {report.done.rank}: {what}" for report in reports for what in report.done.misplaced]
     if misplaced:
-        print_text(console, "\n".join(["sent from the wrong device:", *misplaced]), style="bold red")
+        print_text(console, "\n".join(["data sent from the wrong device:", *misplaced]), style="bold red")
     return not misplaced
 
 
@@ -97,7 +100,8 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
 
 
 def rehearse_apart(case: Rehearsal) -> RehearsalResult:
-    """Rehearse in another process. Raises ConfigError with what it has said if it fails or takes too long."""
+    """Rehearse in another process. Raises ConfigError with its output if it fails or takes longer
+    than LIMIT_SECONDS."""
     command = [sys.executable, "-m", "inner.dry_run"]
     body = TypeAdapter(Rehearsal).dump_json(case)
     try:
@@ -106,7 +110,7 @@ def rehearse_apart(case: Rehearsal) -> RehearsalResult:
         raise ConfigError(f"--dry-run: rank {case.rank} did not finish a step within {LIMIT_SECONDS:g} s") from None
     if ended.returncode:
         said = ended.stderr.decode(errors="replace").strip()
-        raise ConfigError(f"--dry-run: rank {case.rank} has failed: {said[-2000:]}")
+        raise ConfigError(f"--dry-run: the rehearsal of rank {case.rank} failed: {said[-2000:]}")
     return TypeAdapter(RehearsalResult).validate_json(ended.stdout)
 
 

@@ -1,4 +1,5 @@
-"""What the makers of usual GPUs and fabrics say of them. For plans: nothing here was measured. No torch here."""
+"""Data sheets of common GPUs and fabrics, for plans: nothing here was measured. Does not import
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ class Gpu:
     """A GPU by its maker's data sheet."""
 
     flops: float
-    """Operations per second of dense matrix products in bf16, summed in fp32. Sheets often print twice as many, for
-    sparse matrices."""
+    """Operations per second of dense matrix products in bf16, summed in fp32. Data sheets often
+    print twice this number, for sparse matrices."""
     memory_bytes: float
     link_bytes: float
     """Bytes per second in one direction to the other GPUs of its node, by its fastest link."""
     source: str
     names: tuple[str, ...]
-    """What the driver calls this model. A part of a card (MIG) and models of another speed have other names."""
+    """Names that the driver has for this model. A part of a card (MIG) and models of another speed
+    have other names."""
 
 
 GPUS = {
@@ -66,26 +68,28 @@ FABRICS = {
     "ethernet-25": 3.125e9,
     "ethernet-10": 1.25e9,
 }
-"""Links between nodes, in bytes per second and direction of one port, of which a GPU is taken to have one. Standards:
-InfiniBand HDR and NDR with four lanes, IEEE 802.3."""
+"""Rate of a link between nodes, in bytes per second and direction of one port. Each GPU is assumed
+to have one port. From the standards: InfiniBand HDR and NDR with four lanes, IEEE 802.3."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name. Raises ConfigError with the known ones."""
+    """Return the GPU of this name. Raises ConfigError that lists the known names."""
     return _find(name, GPUS, "GPU")
 
 
 def find_sheet(device_name: str) -> Gpu | None:
-    """The data sheet of the GPU that the driver calls so; None if it is not known here."""
+    """Return the data sheet of the GPU that the driver calls `device_name`; None if GPUS has
+    none."""
     return next((gpu for gpu in GPUS.values() if device_name in gpu.names), None)
 
 
 def find_fabric(name: str) -> float:
-    """Bytes per second and direction of the fabric of this name. Raises ConfigError with the known ones."""
+    """Return the bytes per second and direction of the fabric. Raises ConfigError that lists the
+    known names."""
     return _find(name, FABRICS, "fabric")
 
 
 def _find(name: str, known: Mapping[str, T], what: str) -> T:
     if name.lower() not in known:
-        raise ConfigError(f"{name!r} is no {what} that is known here; allowed: {', '.join(known)}")
+        raise ConfigError(f"got {name!r}, which is not a known {what}; allowed: {', '.join(known)}")
     return known[name.lower()]

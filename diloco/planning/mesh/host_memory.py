@@ -1,4 +1,5 @@
-"""Memory that a rank needs on its machine's host: what it holds for certain, and what may come on top."""
+"""Memory that a rank needs on its machine's host: what it certainly holds, and what may come on
+top."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +13,28 @@ from inner.param_spec import ParamSpec
 from outer.cost import FP32_BYTES, memory_bytes, moving_bytes
 
 PROCESS_BYTES = 200_000_000
-"""Of python and torch on a CPU, without pages of files. Measured: 245 MB after a rank's imports."""
+"""Memory of Python and torch on a CPU, without pages of files. Measured: 245 MB after a rank's
+imports."""
 OTHER_PROCESS_BYTES = {"cpu": 200_000_000, "cuda": 2_800_000_000}
-"""What they may need besides, by the kind of device. With CUDA's libraries it is a guess."""
+"""Memory that other libraries may need in addition, by the kind of device. For CUDA's libraries it
+is a guess."""
 STATE = ("global params", "averaged moments", "outer momentum", "last mean")
-"""What the outer loop holds from the first round on, and a checkpoint copies."""
+"""What the outer loop holds from the first round on. A checkpoint copies all of it."""
 ROUND = ("a round's snapshot", "a round's means")
-"""What a round needs and the next one uses again. Outside of gossip a test counts it, as it does STATE."""
+"""Buffers that a round needs and the next round reuses. A test counts them, like STATE, except with
+gossip."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on the host of an average rank of an island, by purpose. Data is not in it: its files are mapped."""
+    """Bytes on the host of an average rank of an island, by purpose. The data's files are mapped
+    and not counted."""
 
     certain: dict[str, float]
     """Held at the same time once the first round is committed: a lower bound."""
     possible: dict[str, float]
-    """What may come on top: never at all, or not all at once, or by a guess. Allocators may take more than that."""
+    """Bytes that may come on top: never, or not all at the same time, or by a guess. Allocators may
+    take more."""
 
     @property
     def least(self) -> float:
@@ -37,7 +43,7 @@ class HostMemory:
 
     @property
     def estimate(self) -> float:
-        """Bytes of all that is counted, as if it came at once."""
+        """Bytes of everything that is counted, as if all of it were held at the same time."""
         return self.least + sum(self.possible.values())
 
 
@@ -49,9 +55,10 @@ def estimate_host_memory(
     num_islands: int,
     inner_step: Sequence[MemoryEstimate] = (),
 ) -> HostMemory:
-    """What a rank needs in a run of so many islands, of a model with these parameters, computing on cpu or cuda.
+    """Estimate the host memory of a rank that computes on `device_type`, cpu or cuda.
 
-    `inner_step`: memory of an inner step by pp coordinate; empty if it is not known, as for own models.
+    The run has `num_islands` islands and a model with the parameters `specs`. `inner_step`: memory
+    of an inner step by pp coordinate; empty if it is not known, as for own models.
     """
     degrees, kept = resolve_degrees(island.mesh, island.ranks), find_state_bytes(run.optimizer)
     num_held = num_elements(specs) * degrees.dp_replicate / degrees.num_ranks
@@ -63,7 +70,8 @@ def estimate_host_memory(
     if on_cpu:
         certain["params and optimizer"] = trained
     if island.checkpoint.every_rounds is not None:
-        # Every island saves after its first commit. Gradients may be gone by then.
+        # Every island saves after its first commit. Gradients may be freed by then, so they are not
+        # added.
         certain["a checkpoint that is written"] = trained + sum(certain.get(purpose, 0.0) for purpose in STATE)
     elif on_cpu:
         certain["gradients"] = FP32_BYTES * num_held
@@ -75,7 +83,8 @@ def estimate_host_memory(
     moving = moving_bytes(*moved, is_copied=not on_cpu)
     possible["slices and parts on their way"] = moving
     if not on_cpu:
-        # What comes from a GPU does so in page-locked memory, which torch takes in powers of two and keeps.
+        # Copies from a GPU need page-locked memory. torch allocates it in powers of two and does
+        # not give it back.
         saved = trained if island.checkpoint.every_rounds is not None else 0.0
         possible["page-locked memory rounded up"] = saved + moving - moving_bytes(*moved, is_copied=False)
     return HostMemory(certain, possible)

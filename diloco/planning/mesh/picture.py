@@ -36,7 +36,7 @@ MEMORY_ROWS = {
     "working": "a layer's backward",
     "peak": "peak",
 }
-"""Labels of the fields of MemoryEstimate."""
+"""The words that the table shows for the fields of MemoryEstimate."""
 
 
 def show_mesh(
@@ -46,9 +46,10 @@ def show_mesh(
     console: Console,
     more: Sequence[Callable[[RunConfig, IslandConfig, StepPlan, Console], bool]] = (),
 ) -> bool:
-    """Print the mesh of one island. Returns False if a step does not fit into the memory that is asked for.
+    """Print the mesh of one island. Return False if a step does not fit into the memory limit.
 
-    `more` (dry_run.py, placements.py) prints what is found by building the model; False from any of it is returned.
+    `more` (dry_run.py, placements.py) are functions that build the model and print what they find.
+    If one of them returns False, so does this function.
 
     Raises ConfigError or InputError.
     """
@@ -60,12 +61,12 @@ def show_mesh(
     print_text(console, _title(config, index), style="bold")
     print_text(console, header(config.run, plan))
     if config.for_island(index).auto:
-        which = "the first candidate that fits" if limit is not None else "the first candidate, without a limit"
+        which = "the first candidate that fits" if limit is not None else "the first candidate, without a memory limit"
         print_text(console, f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its speed")
     print_ranks(plan, console)
     print_memory(island, plan, console)
     if hardware is not None:
-        title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, they overlap)"
+        title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, the terms overlap)"
         print_section(console, title, seconds_table(plan.work, config.optimizer.tokens_per_step, hardware))
     console.print()
     print_text(console, host_line(config, island, plan))
@@ -80,7 +81,7 @@ def print_ranks(plan: StepPlan, console: Console) -> None:
     name, *lines = grids(degrees, width)
     print_section(console, name, "\n".join(lines))
     if degrees.num_ranks > 1:
-        which = "" if degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
+        which = "" if degrees.pp == 1 else " (the pp rank that sends most)"
         print_section(console, f"What a rank sends in a step{which}", traffic_table(plan.work, width))
     if degrees.pp > 1:
         print_section(console, *pipeline(plan, width))
@@ -95,7 +96,8 @@ def print_memory(island: IslandConfig, plan: StepPlan, console: Console) -> None
 
 
 def print_verdict(plan: StepPlan, limit: int, console: Console) -> bool:
-    """Print whether a step fits into `limit` bytes, and what to set if it does not. Returns whether it does."""
+    """Print whether a step fits into `limit` bytes, and what to set if it does not. Return whether
+    it fits."""
     fits = max(each.peak for each in plan.memory) <= limit
     text = advice(plan.work, plan.optimizer, limit, plan.device_type)
     console.print()
@@ -110,7 +112,7 @@ def _title(config: Config, index: int) -> str:
 
 
 def header(run: RunConfig, plan: StepPlan) -> str:
-    """One line each about the model, the ranks and the step."""
+    """Return one line each about the model, the ranks and the step."""
     work, sizes, degrees = plan.work, plan.work.sizes, plan.work.degrees
     num_params = num_elements(param_specs(sizes))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
@@ -138,7 +140,8 @@ def print_section(console: Console, name: str, content: str | Table) -> None:
 
 
 def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
-    """Title with the key figures of the pipeline's schedule, and a drawing of the schedule."""
+    """Return a title with the key figures of the pipeline's schedule, and a drawing of the
+    schedule."""
     work, simulation = plan.work, plan.simulation
     schedule, pp = work.parallel.schedule, work.degrees.pp
     name = (
@@ -147,7 +150,7 @@ def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
     )
     *lanes, legend = draw(simulation, width).splitlines()
     shown_lanes = [("..." if lane is None else lanes[lane]) for lane in select_shown(pp, MAX_DRAWN_RANKS)]
-    # With ZeRO-3 no weights stay gathered in any case.
+    # With ZeRO-3 no weights stay gathered after their use.
     note = (
         [] if schedule in ONE_STAGE_PER_RANK or work.frees_after_forward else [_gathered_note(len(work.stages) // pp)]
     )
@@ -162,14 +165,15 @@ def _gathered_note(stages_per_rank: int) -> str:
             f"(torch keeps the next {MANAGED_STAGES})."
         )
     return (
-        f"Of a rank's {stages_per_rank} stages torch keeps the weights of the next {MANAGED_STAGES} gathered, and "
-        "gathers the others again."
+        f"Of a rank's {stages_per_rank} stages torch keeps the weights of the next "
+        f"{MANAGED_STAGES} gathered, and gathers the weights of the other stages again."
     )
 
 
 def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
-    """What an average rank needs on the host."""
-    # Imported here because it imports torch: all else is printed without waiting for it.
+    """Return one line about the memory that an average rank needs on the host."""
+    # Imported here because it imports torch, and the other lines are printed without waiting for
+    # torch.
     from diloco.planning.mesh.host_memory import estimate_host_memory
 
     num_islands = max(len(config.islands), config.outer.start_islands)
@@ -177,12 +181,14 @@ def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
     host = estimate_host_memory(config.run, island, plan.device_type, specs, num_islands, plan.memory)
     return (
         f"host memory of a rank, with the outer loop: at least {human_bytes(host.least)}, and "
-        f"{human_bytes(host.estimate)} if all comes at once; `diloco plan` shows each purpose"
+        f"{human_bytes(host.estimate)} if all of it is held at once; `diloco plan` shows each "
+        "purpose"
     )
 
 
 def memory_table(plan: StepPlan, width: int) -> Table:
-    """Layers, micro-batches in flight and bytes of as many pp coordinates as fit into `width`."""
+    """Return a table of layers, micro-batches in flight and bytes, with as many pp coordinates as
+    fit into `width`."""
     rows = memory_rows(plan)
     label_width = max(len(label) for label, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
@@ -197,7 +203,7 @@ def memory_table(plan: StepPlan, width: int) -> Table:
 
 
 def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
-    """Label and values of each row; values are listed by pp coordinate."""
+    """Return the label and values of each row; values are listed by pp coordinate."""
     work, memory = plan.work, plan.memory
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
@@ -208,7 +214,8 @@ def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
 
 
 def _layers(stages: Sequence[Stage]) -> str:
-    """`embed 0-1` for the first stage, `14-15 head` for the last; several stages are separated by commas."""
+    """Return `embed 0-1` for the first stage, `14-15 head` for the last; commas separate several
+    stages."""
     texts = []
     for stage in stages:
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])

@@ -1,6 +1,7 @@
-"""`diloco mesh --placements`: what the first rank of each pp coordinate holds of every parameter.
+"""`diloco mesh --placements`: print which slices of every parameter the first rank of each pp
+coordinate holds.
 
-The model is built as it lies on the mesh, without memory and without other ranks.
+The model is built as it is placed on the mesh, without memory and without other ranks.
 """
 
 import re
@@ -19,29 +20,32 @@ from diloco.planning.mesh.traffic import plain_table
 from inner.dry_run.placements import FSDP_AXIS, PlacedParam, find_placements
 
 LAYER = re.compile(r"layers\.(\d+)\.")
-"""What a parameter's name begins with in a layer."""
+"""The prefix of the names of a layer's parameters."""
 WIDEST = 400
-"""Columns that no table needs."""
+"""Columns that the table leaves out."""
 
 
 def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console: Console) -> bool:
-    """Build the model as it lies on the mesh, and print what the first rank of each pp coordinate holds of it."""
+    """Build the model as it is placed on the mesh, and print what the first rank of each pp
+    coordinate holds of it."""
     work = plan.work
     with console.status("building the model without memory"):
         placed = find_placements(work.sizes, work.degrees, island.parallel, work.seq_len)
     console.print()
     print_text(console, "What a rank holds of each parameter", style="bold")
     table = _lie(placed)
-    # A name or shape that is cut off would be of no use; a narrow terminal breaks the lines.
+    # The table is as wide as its content, because a name or shape that is cut off is of no use. A
+    # narrow terminal breaks the lines.
     width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     Console(file=console.file, width=max(width, console.width)).print(table)
-    cuts = " rows, columns: each rank of the axis holds a block of them; whole: all." if placed[0].cuts else ""
-    print_text(console, f"Gradients, when they are reduced, and moments lie as their parameters.{cuts}")
+    cuts = " rows, columns: each rank of the axis holds a block; whole: each rank holds all." if placed[0].cuts else ""
+    print_text(console, f"Gradients, once they are reduced, and moments are placed like their parameters.{cuts}")
     return True
 
 
 def _lie(placed: Sequence[PlacedParam]) -> Table:
-    """A row for each parameter; layers that lie alike are one row, with the bytes of all."""
+    """Return a table with a row for each parameter. Layers with equal placements share a row, with
+    the bytes of all."""
     axes = ("dp_shard x cp" if axis == FSDP_AXIS else axis for axis, _ in placed[0].cuts)
     table = plain_table(("parameter", "layers", "shape", "pp", *axes, "held", "dtype"), ("bytes",))
     for alike in _alike(placed):
@@ -63,7 +67,8 @@ def _lie(placed: Sequence[PlacedParam]) -> Table:
 
 
 def _alike(placed: Sequence[PlacedParam]) -> list[list[PlacedParam]]:
-    """Runs of parameters that differ in the number of their layer alone, of layers one after the other."""
+    """Return runs of parameters of consecutive layers that differ in nothing but the number of the
+    layer."""
     runs: list[list[PlacedParam]] = []
     newest: dict[PlacedParam, list[PlacedParam]] = {}
     for each in placed:
@@ -77,7 +82,7 @@ def _alike(placed: Sequence[PlacedParam]) -> list[list[PlacedParam]]:
 
 
 def _layer(param: PlacedParam) -> str:
-    """The number of its layer, or nothing."""
+    """Return the number of the parameter's layer as text; empty if it is in no layer."""
     found = LAYER.match(param.name)
     return found[1] if found else ""
 

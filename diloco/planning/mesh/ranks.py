@@ -1,4 +1,5 @@
-"""The positions of an island's ranks on its mesh, and their groups, as plain text. Does not import torch."""
+"""Show the positions of an island's ranks on its mesh, and their groups, as plain text. Does not
+import torch."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -7,15 +8,16 @@ from math import prod
 from inner.mesh import AXES, Degrees
 
 MAX_ROWS = 8
-"""Rows of a grid that shows every rank. Larger meshes get a grid of blocks and a grid of the first block."""
+"""Most rows of a grid that shows every rank. Larger meshes get a grid of blocks and a grid of the
+first block."""
 MAX_BLOCK_ROWS = 4
 
 MeshCoordinates = tuple[int, ...]
-"""Coordinates on the axes that vary over a grid's rows."""
+"""Coordinates on the axes that vary over the rows of a grid."""
 
 
 def rank_groups(degrees: Degrees, *axes: str) -> list[list[int]]:
-    """Groups of ranks that differ only on `axes`, ordered by their first ranks."""
+    """Return the groups of ranks that differ only on `axes`, ordered by their first ranks."""
     by_other_axes: dict[tuple[int, ...], list[int]] = {}
     for rank in range(degrees.num_ranks):
         coordinates = degrees.coordinates(rank)
@@ -24,7 +26,8 @@ def rank_groups(degrees: Degrees, *axes: str) -> list[list[int]]:
 
 
 def rank_text(ranks: Sequence[int]) -> str:
-    """`0-7` for consecutive ranks, otherwise `0 2 4 6`, or `0 16 .. 240` for more than four."""
+    """Return `0-7` for consecutive ranks, otherwise `0 2 4 6`, or `0 16 .. 240` for more than four
+    ranks."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 4:
@@ -33,7 +36,8 @@ def rank_text(ranks: Sequence[int]) -> str:
 
 
 def groups_text(groups: Sequence[Sequence[int]], width: int) -> str:
-    """As many of the first groups as fit into `width`, with `...` for the rest."""
+    """Return as many of the first groups as fit into `width`, followed by `...` if groups are left
+    out."""
     texts = [rank_text(group) for group in groups]
     for count in range(len(texts), 0, -1):
         text = " | ".join(texts[:count] + ["..."] * (count < len(texts)))
@@ -43,14 +47,16 @@ def groups_text(groups: Sequence[Sequence[int]], width: int) -> str:
 
 
 def select_shown(count: int, most: int) -> list[int | None]:
-    """Indices of at most `most` of `count` items to show: the first ones, None for the omitted ones, and the last."""
+    """Return the indices of at most `most` of `count` items to show: the first, None for omitted
+    items, and the last."""
     if count <= most:
         return list(range(count))
     return [*range(max(1, most - 2)), None, count - 1]
 
 
 def grids(degrees: Degrees, width: int) -> list[str]:
-    """Lines of text grids with the ranks: slow axes down and across, tensor-parallel neighbours in one cell.
+    """Return the lines of text grids of the ranks. Slow axes run down and across; a cell holds
+    tensor-parallel ranks.
 
     Every rank is in one cell of the first grid. On large meshes its cells are blocks of the same shape, and a second
     grid shows the first block.
@@ -61,12 +67,13 @@ def grids(degrees: Degrees, width: int) -> list[str]:
         return _grid(degrees, split, width, "Ranks", MAX_ROWS)
     return [
         *_grid(degrees, split[:2], width, "Blocks of ranks", MAX_BLOCK_ROWS),
-        *_grid(degrees, split[2:], width, "The first block; the others are alike", MAX_BLOCK_ROWS),
+        *_grid(degrees, split[2:], width, "The first block; the other blocks look alike", MAX_BLOCK_ROWS),
     ]
 
 
 def _grid(degrees: Degrees, axes: list[str], width: int, title: str, most: int) -> list[str]:
-    """A grid of the ranks at coordinate 0 of all slower axes: the last of `axes` across, the others down in rows."""
+    """Return a grid of the ranks at coordinate 0 of all slower axes: the last of `axes` across, the
+    others down."""
     size = _stride(degrees, axes[-1]) if axes else degrees.num_ranks
     down, across = axes[:-1], axes[-1:]
     places: list[MeshCoordinates | None] = list(product(*(range(getattr(degrees, axis)) for axis in down)))
@@ -87,7 +94,7 @@ def _grid(degrees: Degrees, axes: list[str], width: int, title: str, most: int) 
 
 
 def _cell(degrees: Degrees, axes: list[str], place: MeshCoordinates | None, column: int | None, size: int) -> str:
-    """Text of one cell, which holds `size` consecutive ranks."""
+    """Return the text of one cell, which holds `size` consecutive ranks."""
     if place is None or column is None:
         return "..."
     first = sum(at * _stride(degrees, axis) for axis, at in zip(axes, (*place, column), strict=False))
@@ -95,12 +102,13 @@ def _cell(degrees: Degrees, axes: list[str], place: MeshCoordinates | None, colu
 
 
 def _stride(degrees: Degrees, axis: str) -> int:
-    """Difference between the ranks of neighbours on an axis."""
+    """Return the difference between the rank numbers of neighbours on an axis."""
     return prod(degrees.sizes[AXES.index(axis) + 1 :])
 
 
 def _labels(down: list[str], across: list[str], places: list[MeshCoordinates | None]) -> list[str]:
-    """Labels of the header and of each row, padded to one length; a coordinate is shown where it changes."""
+    """Return the labels of the header and of each row, padded to one length. A coordinate is shown
+    where it changes."""
     widths = [max(len(f"{axis} {place[index]}") for place in places if place) for index, axis in enumerate(down)]
     labels = []
     before: MeshCoordinates | None = None

@@ -1,4 +1,4 @@
-"""What the command line of `diloco mesh` asks for."""
+"""The flags of `diloco mesh` and what they mean."""
 
 import re
 from dataclasses import dataclass
@@ -21,16 +21,20 @@ class MeshRequest:
 
 
 def find_requested_hardware(request: MeshRequest) -> Hardware | None:
-    """The GPUs of --gpu with the links of --fabric; None without --gpu. Raises ConfigError."""
+    """Return the GPUs of --gpu with the links of --fabric; None without --gpu. Raises
+    ConfigError."""
     if request.gpu is None:
         if request.fabric is not None:
-            raise ConfigError("--fabric: says how long traffic takes between nodes of GPUs; give --gpu, too")
+            raise ConfigError(
+                "--fabric needs --gpu: it sets how fast the links between nodes of these GPUs are; give --gpu, too"
+            )
         return None
     return find_hardware(request.gpu, request.fabric)
 
 
 def find_limit(request: MeshRequest, hardware: Hardware | None) -> int | None:
-    """Bytes that a step may take: those of --memory, or else of the GPU; None without both. Raises ConfigError."""
+    """Return the bytes that a step may take: --memory, or else the GPU's; None if neither is given.
+    Raises ConfigError."""
     if request.memory is not None:
         return parse_bytes(request.memory)
     return None if hardware is None else int(hardware.gpu.memory_bytes)

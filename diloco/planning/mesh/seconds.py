@@ -1,4 +1,5 @@
-"""Seconds of an inner step on GPUs of a known kind, by their makers' figures: for `diloco mesh --gpu`."""
+"""Seconds of an inner step on GPUs of a known kind, from their makers' data sheets: for `diloco
+mesh --gpu`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from inner.flops import flops_per_token
 from inner.measure.workload import Workload
 
 MFU = 0.4
-"""Model FLOPs utilisation that is assumed for inner steps: what a tuned trainer reaches on GPUs."""
+"""Assumed model FLOPs utilisation of inner steps: a value that tuned trainers reach on GPUs."""
 GPUS_OF_A_NODE = 8
 DEFAULT_FABRIC = "infiniband-ndr"
 
@@ -27,27 +28,29 @@ class Hardware:
 
 
 def find_hardware(gpu: str, fabric: str | None) -> Hardware:
-    """GPUs and links of these names. Raises InputError with the names that are known."""
+    """Return the GPUs and links of these names. Raises InputError that lists the known names."""
     fabric = fabric or DEFAULT_FABRIC
     return Hardware(gpu.lower(), find_gpu(gpu), fabric.lower(), find_fabric(fabric))
 
 
 def compute_seconds(work: Workload, tokens_per_step: int, flops: float) -> float:
-    """Seconds of a step's operations at MFU of the peak `flops` of each rank; recomputation comes on top."""
+    """Return the seconds of a step's operations at MFU of each rank's peak `flops`. Recomputation
+    is not included."""
     total = flops_per_token(work.sizes, work.seq_len).total * tokens_per_step
     return total / (work.degrees.num_ranks * flops * MFU)
 
 
 def spans_nodes(line: TrafficLine) -> bool:
-    """Whether a group of ranks that communicate is on several nodes."""
+    """Return whether a group of ranks that communicate is on several nodes."""
     return any(min(group) // GPUS_OF_A_NODE != max(group) // GPUS_OF_A_NODE for group in line.groups)
 
 
 def seconds_table(work: Workload, tokens_per_step: int, hardware: Hardware) -> Table:
-    """What computing takes, and what each axis's traffic would take by itself at the full rate of its link."""
+    """Return a table of the time for computing, and for each axis's traffic alone at the full rate
+    of its link."""
     gpu = hardware.gpu
     table = plain_table(("what", "by"), ("seconds",))
-    rate = f"{MFU:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s a rank"
+    rate = f"{MFU:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s per rank"
     table.add_row("compute", rate, f"{compute_seconds(work, tokens_per_step, gpu.flops):.3g}")
     for line in traffic_lines(work):
         if line.calls:

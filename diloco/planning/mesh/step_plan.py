@@ -1,4 +1,4 @@
-"""An inner step of an island as it is planned: workload, optimizer, memory. Nothing is started."""
+"""The plan of an island's inner step: workload, optimizer, memory. Starts nothing."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ class StepPlan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The pipeline's schedule, simulated."""
+        """The simulated schedule of the pipeline."""
         return simulate(self.work.orders)
 
     @cached_property
@@ -38,10 +38,11 @@ class StepPlan:
 
 
 def load_island(config: Config, index: int, memory_bytes: int | None = None) -> IslandConfig:
-    """The config of one island, after all checks. Raises ConfigError.
+    """Return the config of one island, after all checks. Raises ConfigError.
 
-    What the island chooses itself (`island.auto`) is planned as the first candidate whose inner step fits into
-    `memory_bytes`, or else as the last; without a limit as the first.
+    For settings that the island chooses itself (`island.auto`) the result has the first candidate
+    whose inner step fits into `memory_bytes`, or the last candidate if none fits. Without a limit
+    it has the first candidate.
     """
     count = max(1, len(config.islands))
     if index >= count:
@@ -57,7 +58,7 @@ def load_island(config: Config, index: int, memory_bytes: int | None = None) -> 
 
 
 def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
-    """The inner step of an island."""
+    """Return the plan of an island's inner step."""
     degrees = resolve_degrees(island.mesh, island.ranks)
     vocab_size, is_assumed = vocabulary(run)
     device_type = "cpu" if island.device == "cpu" else "cuda"
@@ -77,7 +78,10 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:
-    """Vocabulary size, and whether it is assumed, from the preset: for a tokenizer on the hub that is not here."""
+    """Return the vocabulary size, and whether it is assumed.
+
+    For a tokenizer on the hub that is not on this machine, the preset's size is assumed.
+    """
     name = run.data.tokenizer
     # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
     if name == "bytes" or tokenizer_fingerprint(name) != name:

@@ -1,4 +1,5 @@
-"""A table of the traffic between an island's ranks in an inner step, by mesh axis. Imports torch only for pp > 1."""
+"""The table of an inner step's traffic between an island's ranks, by mesh axis. Imports torch only
+for pp > 1."""
 
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ class TrafficLine(NamedTuple):
 
 
 def traffic_table(work: Workload, width: int) -> Table:
-    """Each axis with its groups of ranks and what a rank sends within its group in one inner step."""
+    """Return a table of each axis, its groups of ranks, and what a rank sends within its group in
+    one inner step."""
     lines = traffic_lines(work)
     cells = [_cells(line, before) for line, before in zip(lines, [None, *lines], strict=False)]
     lengths = [max(map(len, column)) for column in zip(HEADS, *cells, strict=True)]
@@ -39,7 +41,7 @@ def traffic_table(work: Workload, width: int) -> Table:
 
 
 def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    """A table without borders: text columns first, then right-aligned number columns."""
+    """Return a table without borders: first the text columns, then right-aligned number columns."""
     table = Table(box=None, padding=(0, GUTTER, 0, 0), pad_edge=False)
     for head in texts:
         table.add_column(head, no_wrap=True)
@@ -49,7 +51,8 @@ def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
 
 
 def traffic_lines(work: Workload) -> list[TrafficLine]:
-    """Traffic in the order of the axes; each figure is that of the pp coordinate that sends most."""
+    """Return the traffic in the order of the axes. Each figure is for the pp coordinate that sends
+    most."""
     sent = _most_sent(work)
     lines = []
     for name, members in _groups(work).items():
@@ -60,7 +63,8 @@ def traffic_lines(work: Workload) -> list[TrafficLine]:
 
 
 def _groups(work: Workload) -> dict[str, list[list[int]]]:
-    """Groups of ranks that communicate, by axis or combined axes of more than one rank."""
+    """Return the groups of ranks that communicate, by axis or by combined axes of more than one
+    rank."""
     degrees = work.degrees
     combinations: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     if degrees.dp_shard > 1 and degrees.cp > 1:
@@ -76,7 +80,7 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
 
 
 def _most_sent(work: Workload) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and kind of traffic, of the pp rank that sends most."""
+    """Return (calls, bytes) by axis and kind of traffic, for the pp rank that sends most."""
     most: dict[tuple[str, str], tuple[int, int]] = {}
     for pp_rank in range(work.degrees.pp):
         here: dict[tuple[str, str], tuple[int, int]] = {}
@@ -90,14 +94,15 @@ def _most_sent(work: Workload) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def _axis(row: TrafficRow, degrees: Degrees) -> str:
-    """The mesh axes of a row, as shown in the table."""
+    """Return the mesh axes of a row, as the table shows them."""
     if row.axis == "fsdp":
         return " x ".join(axis for axis in ("dp_shard", "cp") if getattr(degrees, axis) > 1)
     return "ends of pp" if row.axis == OTHER else row.axis
 
 
 def _what(row: TrafficRow, work: Workload) -> str:
-    """Kind of traffic. The gradients of activations, keys and values are counted with them."""
+    """Return the kind of traffic. Gradients of activations, keys and values are counted with the
+    values themselves."""
     if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
         return "Muon's matrices"
     if row.axis == "dp_replicate" and row.op == "all_gather":
@@ -112,7 +117,8 @@ def _what(row: TrafficRow, work: Workload) -> str:
 
 
 def _cells(line: TrafficLine, before: TrafficLine | None) -> tuple[str, ...]:
-    """Cells of a table row without its ranks; the axis is left out if it repeats that of the row before."""
+    """Return the cells of a table row, without its ranks. The axis is left out if the row before
+    has the same axis."""
     is_new = before is None or before.axis != line.axis
     names = (line.axis, f"{len(line.groups)} x {len(line.groups[0])}") if is_new else ("", "")
     calls, sent = (str(line.calls), human_bytes(line.sent_bytes)) if line.calls else ("", "")

@@ -1,4 +1,4 @@
-"""Which device each rank computes on and in which dtype, as the config and the machine's GPUs decide it.
+"""Choose the device and the dtype of each rank, from the config and the machine's GPUs.
 
 Importing this does not import torch.
 """
@@ -14,9 +14,10 @@ DeviceSetting = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(setting: DeviceSetting, local_rank: int, num_local_ranks: int, num_gpus: int) -> str:
-    """`cpu` or `cuda:<local rank>`, of the same kind for all ranks of a node.
+    """Return `cpu` or `cuda:<local rank>`; the kind is the same for all ranks of a node.
 
-    `auto` is CUDA if the node has a GPU for each of its ranks. Raises ConfigError for `cuda` if it has not.
+    `auto` is CUDA if the node has a GPU for each of its ranks. Raises ConfigError for `cuda` if
+    there are too few GPUs.
     """
     is_enough = num_gpus >= num_local_ranks
     if setting == "cpu" or (setting == "auto" and not is_enough):
@@ -30,7 +31,8 @@ def choose_device(setting: DeviceSetting, local_rank: int, num_local_ranks: int,
 
 
 def explain_cpu(setting: DeviceSetting, num_local_ranks: int, num_gpus: int) -> str | None:
-    """Why `auto` chose the CPU, in one line; None if the config asks for a device or there are GPUs enough."""
+    """Return why `auto` chose the CPU, in one line; None if the config names a device or there are
+    enough GPUs."""
     if setting != "auto" or num_gpus >= num_local_ranks:
         return None
     if num_gpus == 0:
@@ -46,7 +48,8 @@ def _fewer_ranks(num_gpus: int) -> str:
 
 
 def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
-    """The island as it can compute on this card. Raises ConfigError if its config asks for bf16, which that lacks."""
+    """Return the island with a dtype that its GPU supports. Raises ConfigError if it asks for bf16
+    and the GPU has none."""
     if card.has_bfloat16 or island.compute_dtype == "float32":
         return island
     if island.compute_dtype == "bfloat16":
@@ -58,7 +61,8 @@ def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
 
 
 def check_device(island: IslandConfig) -> None:
-    """Raise ConfigError if the island's ranks, all on this machine, cannot compute as its config asks."""
+    """Raise ConfigError if the island's ranks, all on this machine, cannot compute as its config
+    requires."""
     if island.device == "cpu" or (island.device == "auto" and island.compute_dtype != "bfloat16"):
         return
     if choose_device(island.device, 0, island.ranks, len(list_gpus())) != "cpu":

@@ -1,7 +1,7 @@
-"""What NVIDIA's driver says of itself and of the GPUs that this process may use.
+"""Query NVIDIA's driver about itself and the GPUs that this process may use.
 
-The driver's library is asked directly: it opens no context on a GPU, as torch does for the same answers. Importing this
-does not import torch.
+The driver's library is called directly, because it opens no context on a GPU, as torch would for
+the same answers. Importing this does not import torch.
 """
 
 import re
@@ -13,39 +13,40 @@ LIBRARY = "libcuda.so.1"
 VERSION_FILE = Path("/proc/driver/nvidia/version")
 MAX_NAME_BYTES = 256
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
-"""Numbers of the two attributes in cuda.h."""
+"""Numbers in cuda.h of the attributes for the compute capability."""
 NO_DEVICE = 100
-"""The status where CUDA_VISIBLE_DEVICES leaves no GPU: of the driver nothing is wrong."""
+"""The status if CUDA_VISIBLE_DEVICES leaves no GPU. It does not mean that the driver has a
+problem."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as CUDA knows it."""
+    """A GPU as CUDA describes it."""
 
     name: str
     capability: tuple[int, int]
-    """Its compute capability: (9, 0) for an H100."""
+    """The GPU's compute capability: (9, 0) for an H100."""
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether it multiplies in bf16; cards before Ampere only imitate it, and slowly."""
+        """Whether the GPU multiplies in bf16. GPUs before Ampere only emulate it, which is slow."""
         return self.capability >= (8, 0)
 
 
 @dataclass(frozen=True)
 class CudaDriver:
-    """The driver, and the GPUs that CUDA_VISIBLE_DEVICES leaves, in the order in which torch numbers them."""
+    """The driver, and the GPUs that CUDA_VISIBLE_DEVICES leaves, in torch's order."""
 
     version: str
     cuda: tuple[int, int]
-    """The newest version of CUDA that it supports."""
+    """The newest version of CUDA that the driver supports."""
     problem: str = ""
-    """Name of the error with which it refuses to start; empty if it has started."""
+    """Name of the error if the driver did not start; empty if it has started."""
     cards: tuple[Card, ...] = ()
 
 
 def ask_cuda_driver(library: str = LIBRARY) -> CudaDriver | None:
-    """The answers of the driver; None if it is not installed."""
+    """Return the state of the driver; None if no driver is installed."""
     try:
         cuda, number, count = CDLL(library), c_int(), c_int()
     except OSError:

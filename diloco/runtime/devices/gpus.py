@@ -1,4 +1,5 @@
-"""The GPUs that torch may use on this machine, and why there are none. Importing this does not import torch."""
+"""Find the GPUs that torch may use on this machine, or why there are none. Importing this does not
+import torch."""
 
 import os
 from collections.abc import Sequence
@@ -8,13 +9,16 @@ from diloco.runtime.devices.cuda_driver import Card, CudaDriver, ask_cuda_driver
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARERS = "DILOCO_GPU_SHARERS"
-"""Environment variable: number of islands to which the launcher has given this island's GPU, if they are several."""
+"""Environment variable: number of islands that share this island's GPU, set by the launcher if it
+is above 1."""
 DRIVERS = "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"
-"""One of these exists if there is a driver that torch could use: NVIDIA's, that of WSL, AMD's."""
+"""Files of drivers that torch could use: NVIDIA's, WSL's, AMD's. At least one exists if there is
+such a driver."""
 
 
 def list_gpus() -> list[str]:
-    """The GPUs that torch may use on this machine, as CUDA_VISIBLE_DEVICES names them. Initialises none of them."""
+    """Return the GPUs that torch may use, as CUDA_VISIBLE_DEVICES names them. Initialises none of
+    them."""
     visible = os.environ.get(VISIBLE)
     if visible == "" or not has_driver():
         return []
@@ -27,13 +31,15 @@ def list_gpus() -> list[str]:
 
 
 def list_cards() -> tuple[Card, ...]:
-    """What NVIDIA's driver says of the GPUs of list_gpus; empty for those of other makers."""
+    """Return what NVIDIA's driver reports about the GPUs of list_gpus; empty for GPUs of other
+    makers."""
     driver = ask_cuda_driver() if os.environ.get(VISIBLE) != "" and has_driver() else None
     return driver.cards if driver is not None else ()
 
 
 def find_obstacle() -> str:
-    """Why torch can use none of this machine's GPUs, as a part of a sentence; empty if it has no driver for any."""
+    """Return why torch cannot use any of this machine's GPUs, as part of a sentence; empty without
+    a driver."""
     if not has_driver():
         return ""
     import torch
@@ -43,7 +49,8 @@ def find_obstacle() -> str:
 
 
 def explain_obstacle(visible: str | None, build: tuple[str, str | None], driver_problem: str) -> str:
-    """The reason to give. `visible` is the value of CUDA_VISIBLE_DEVICES, `build` is torch and its version of CUDA."""
+    """Return the obstacle. `visible`: value of CUDA_VISIBLE_DEVICES; `build`: torch and the version
+    of CUDA it needs."""
     torch_version, cuda = build
     if cuda is None:
         return f"{torch_version} is built for the CPU only; install a build for CUDA"
@@ -55,17 +62,21 @@ def explain_obstacle(visible: str | None, build: tuple[str, str | None], driver_
 
 
 def describe_gpus(num_gpus: int) -> str:
-    """Their number as text, with the reason if there is a driver and torch can use no GPU."""
+    """Return the number of GPUs as text, with the reason if there is a driver and torch can use no
+    GPU."""
     obstacle = "" if num_gpus else find_obstacle()
     return f"{num_gpus} GPUs ({obstacle})" if obstacle else f"{num_gpus} GPUs"
 
 
 def find_driver_problem(cuda: str | None, driver: CudaDriver | None) -> str:
-    """Why a torch that is built for this version of CUDA cannot use the driver; empty if it can, or uses another."""
+    """Return why a torch that is built for CUDA version `cuda` cannot use the driver.
+
+    Empty if it can use the driver or uses another one.
+    """
     if cuda is None or driver is None:
         return ""
     newest = ".".join(str(number) for number in driver.cuda)
-    # Any version of CUDA runs on a driver for the same major version.
+    # A build for any CUDA version works with a driver for the same major version.
     if int(cuda.split(".")[0]) > driver.cuda[0]:
         return (
             f"the driver {driver.version} supports CUDA {newest}, and this torch needs CUDA {cuda}; update the driver, "
@@ -75,10 +86,10 @@ def find_driver_problem(cuda: str | None, driver: CudaDriver | None) -> str:
 
 
 def has_driver(paths: Sequence[str] = DRIVERS) -> bool:
-    """Whether this machine has a driver that torch could use."""
+    """Return whether this machine has a driver that torch could use."""
     return any(Path(path).exists() for path in paths)
 
 
 def count_sharers() -> int:
-    """Number of islands to which the launcher has given this process's GPU; 1 if it is this island's alone."""
+    """Return the number of islands that share this process's GPU; 1 if this island has it alone."""
     return int(os.environ.get(SHARERS, "1"))

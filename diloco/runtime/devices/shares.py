@@ -1,6 +1,7 @@
-"""Which GPUs of one machine each island gets when all of a run's islands are on it. Importing this imports no torch.
+"""Divide the GPUs of one machine among all islands of a run. Importing this does not import torch.
 
-NCCL refuses two ranks of one group on the same GPU. Islands of one rank are groups of one, so they may share it.
+NCCL refuses two ranks of one group on the same GPU. An island of one rank is a group of one, so
+such islands may share a GPU.
 """
 
 from collections import Counter
@@ -16,25 +17,29 @@ from diloco.runtime.devices.gpus import SHARERS, VISIBLE, describe_gpus
 
 @dataclass
 class GpuShares:
-    """The GPUs of one machine, as CUDA_VISIBLE_DEVICES names them: those of each island, by its index, and the rest."""
+    """The GPUs of one machine, as CUDA_VISIBLE_DEVICES names them: the GPUs of each island by its
+    index, and the spare."""
 
     by_island: dict[int, tuple[str, ...]] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
 
     @property
     def is_shared(self) -> bool:
-        """Whether several islands have the same GPU."""
+        """Whether at least two islands have the same GPU."""
         return any(self.count_sharers(index) > 1 for index in self.by_island)
 
     def count_sharers(self, index: int) -> int:
-        """Number of islands that have this island's first GPU; 0 if it has none."""
+        """Return the number of islands that have this island's first GPU; 0 if the island has
+        none."""
         gpus = self.by_island[index]
         return self._count_islands()[gpus[0]] if gpus else 0
 
     def give_spare(self, index: int, island: IslandConfig) -> None:
-        """Give an island that joins a GPU for each rank, if so many are left. One that had some keeps them.
+        """Give a joining island one GPU per rank, if enough are left. An island that had GPUs keeps
+        them.
 
-        If none is left, it shares the GPU that the fewest islands have, if it and they have one rank each.
+        If none is left, the island shares the GPU with the fewest islands, if all of them, and
+        itself, have one rank.
         """
         if index in self.by_island:
             return
@@ -45,14 +50,16 @@ class GpuShares:
             self.by_island[index] = (min(used, key=lambda gpu: used[gpu]),)
 
     def environment(self, index: int | str) -> dict[str, str]:
-        """What an island's processes need so that they see its GPUs only, numbered from 0. Others see all."""
+        """Return the environment in which an island's processes see only its GPUs, numbered from 0.
+        Other processes see all."""
         if not isinstance(index, int) or index not in self.by_island:
             return {}
         shown, sharers = {VISIBLE: ",".join(self.by_island[index])}, self.count_sharers(index)
         return shown | {SHARERS: str(sharers)} if sharers > 1 else shown
 
     def _count_islands(self) -> Counter[str]:
-        """Number of islands that have each GPU that some have."""
+        """Return the number of islands that have each GPU, for GPUs that at least one island
+        has."""
         return Counter(gpu for gpus in self.by_island.values() for gpu in gpus)
 
     def _may_share(self, island: IslandConfig) -> bool:
@@ -61,11 +68,11 @@ class GpuShares:
 
 
 def share_gpus(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShares:
-    """A GPU for each rank of each island, in order, or none for an island that gets the CPU.
+    """Give a GPU to each rank of each island, in order; none to islands that compute on the CPU.
 
-    If there are too few and each of these islands has one rank, several islands get the same GPU. The islands whose
-    device is `auto` all get GPUs, or all the CPU if that cannot be. Raises ConfigError if the GPUs do not suffice for
-    the islands whose device is `cuda`.
+    If there are too few GPUs and each of these islands has one rank, several islands get the same
+    GPU. Either all islands whose device is `auto` get GPUs, or all of them get the CPU. Raises
+    ConfigError if the GPUs do not suffice for the islands whose device is `cuda`.
     """
     settings: tuple[tuple[DeviceSetting, ...], ...] = ("cuda", "auto"), ("cuda",)
     for on_gpu in settings:
@@ -80,7 +87,8 @@ def share_gpus(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShare
 
 
 def _give(islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence[str]) -> GpuShares | None:
-    """Give GPUs to the islands with these indices and none to the others; None if it is not possible."""
+    """Give GPUs to the islands with indices `asking` and none to the others. Return None if that is
+    not possible."""
     shares = GpuShares(dict.fromkeys(range(len(islands)), ()), tuple(gpus))
     if sum(islands[index].ranks for index in asking) <= len(gpus):
         for index in asking:
@@ -95,13 +103,15 @@ def _give(islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence
 
 
 def share_first_gpu(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShares:
-    """The shares of islands in one process, which has one device for all. Raises ConfigError as choose_device."""
+    """Return the shares of islands in one process, which all get the same device. Raises
+    ConfigError as choose_device."""
     device = choose_device(islands[0].device, 0, 1, len(gpus))
     return GpuShares(dict.fromkeys(range(len(islands)), () if device == "cpu" else (gpus[0],)))
 
 
 def check_shares(islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapping[str, Card]) -> None:
-    """Raise ConfigError if an island cannot use what it gets. `cards` are known GPUs, named as in the shares."""
+    """Raise ConfigError if an island cannot use its GPU. `cards`: the known GPUs, by the names in
+    `shares`."""
     for index, island in enumerate(islands):
         for gpu in shares.by_island[index]:
             if gpu in cards:
@@ -117,9 +127,10 @@ def check_shares(islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapp
 def describe_shares(
     islands: Sequence[IslandConfig], shares: GpuShares, num_gpus: int, obstacle: str = ""
 ) -> Iterator[str]:
-    """Yield a line if islands share GPUs, and one if `auto` is the CPU although there are GPUs, or a driver for some.
+    """Yield a line if islands share GPUs, and a line if `auto` is the CPU although the machine has
+    GPUs or a driver.
 
-    `obstacle` is what find_obstacle says where there are none.
+    `obstacle`: the result of find_obstacle if torch finds no GPU.
     """
     wanted, on_gpu = count_ranks(islands, ("auto", "cuda")), [index for index, gpus in shares.by_island.items() if gpus]
     if shares.is_shared:
@@ -139,5 +150,5 @@ def describe_shares(
 
 
 def count_ranks(islands: Sequence[IslandConfig], settings: Sequence[DeviceSetting]) -> int:
-    """Number of ranks of the islands whose device is one of `settings`."""
+    """Return the number of ranks of the islands whose device is one of `settings`."""
     return sum(island.ranks for island in islands if island.device in settings)

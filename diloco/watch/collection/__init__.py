@@ -1,1 +1,1 @@
-"""Collects the records of a run from its islands over the network."""
+"""Collect the records of a run from its islands over the network."""

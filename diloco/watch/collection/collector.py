@@ -1,7 +1,9 @@
-"""Collects the records of a run's islands from the network into a folder, in which a page finds them as in a run's own.
+"""Collect the records of a run's islands over the network, into a folder with the layout of a run's
+own folder.
 
-It visits the swarm as `diloco status` does and announces nothing, so no island counts it. Each island has a task of its
-own that asks it: one that is silent delays no other.
+The collector visits the swarm as `diloco status` does and announces nothing, so no island counts it
+as a member. It has one task per island that requests this island's records, so a silent island
+delays no other.
 """
 
 import asyncio
@@ -44,33 +46,40 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 CALL_SECONDS = 5.0
 LONGEST_REPLY = 1 << 20
-"""Bytes. A page is shorter: its lines have PAGE_BYTES before JSON escapes them."""
+"""Most bytes of a reply. A page of records is shorter: its lines have PAGE_BYTES before JSON
+escapes them."""
 FIRST_SECONDS = 30.0
-"""Longest wait for the first record of an island."""
+"""Longest wait for the first record of any island."""
 GONE_SECONDS = 5.0
-"""How long an island is still asked after its record has left the swarm: it may have its last records to tell."""
+"""How long an island is still asked after its record has left the swarm, because it may have last
+records to send."""
 MAX_ISLANDS = 1024
 
 
 class Collector:
-    """Follows one run. `start` returns once its folder holds records; `close` ends the visit."""
+    """Collects the records of one run. `start` returns once its folder holds records; `close` ends
+    the visit."""
 
     def __init__(self, address: str, overrides: Sequence[str], run_name: str | None, folder: Path) -> None:
-        """`folder` gets a folder with the run's name. Raises ConfigError if an override is not of an island."""
+        """Create a collector that writes to `folder`/RUN_NAME.
+
+        Raises ConfigError if an override does not begin with `island.`.
+        """
         if refused := [override for override in overrides if not override.startswith("island.")]:
             raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
         self.address, self.overrides, self._run_name, self._parent = address, overrides, run_name, folder
         self._local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
         self._loop, self._has_records = EventLoopThread(), threading.Event()
         self.members: dict[str, Member] = {}
-        """The islands of which the swarm has a record now."""
+        """The islands of which the swarm has a record at present."""
         self._network: Network | None = None
         self._silence: dict[str, str] = {}
         self.folder = folder
         self.run: RunConfig | None = None
 
     def start(self) -> Path:
-        """Visit the swarm and return the run's folder. Raises ConfigError or OuterError where nothing can be seen."""
+        """Visit the swarm and return the run's folder. Raises ConfigError or OuterError if no
+        records can be collected."""
         info = self._loop.run(self._find_run())
         self.run = parse_swarm_config(info.config_text)
         self.folder = self._parent / self.run.name
@@ -82,16 +91,20 @@ class Collector:
                 visit.result()
             if time.monotonic() > deadline:
                 causes = [f"{name}: {cause}" for name, cause in sorted(self._silence.items())]
-                why = "; ".join(causes[:4]) or "the swarm lists none that is alive"
-                raise ConfigError(f"no island of {self.run.name!r} has told a record in {FIRST_SECONDS:g} s ({why})")
+                why = "; ".join(causes[:4]) or "the swarm lists no island that is alive"
+                raise ConfigError(f"no island of {self.run.name!r} sent a record in {FIRST_SECONDS:g} s ({why})")
         return self.folder
 
     def order(self, orders: Mapping[str, Order], seconds: float) -> dict[str, str | OuterError]:
-        """Send each island its order. What each says to it, or why it did not do it. Any thread but the loop's."""
+        """Send each island its order. Return each island's reply, or the error why it did not
+        follow the order.
+
+        May be called on any thread except the event loop's.
+        """
         return self._loop.run(self._order_all(orders, seconds))
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Leave the swarm. Further calls do nothing."""
         with suppress(RuntimeError):
             self._loop.close()
 
@@ -121,7 +134,7 @@ class Collector:
             followed: set[str] = set()
             while True:
                 assert network.membership is not None, "rank 0 has a membership"
-                with suppress(OuterError):  # The swarm's address is away: those that are known are asked on.
+                with suppress(OuterError):  # If this fails, the islands known so far are still asked.
                     self.members = await network.membership.members()
                 for name in sorted(self.members.keys() - followed)[: MAX_ISLANDS - len(followed)]:
                     followed.add(name)
@@ -129,9 +142,9 @@ class Collector:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _follow(self, network: Network, name: str) -> None:
-        """Ask one island again and again, at once while it has more to tell."""
+        """Request records from one island in a loop, without a pause while it has more."""
         if name.startswith("."):
-            return  # No name for a folder.
+            return  # The name cannot be the name of a folder.
         mirror, described = Mirror(self.folder / name), ""
         member, seen_at = self.members[name], time.monotonic()
         while True:
@@ -153,14 +166,14 @@ class Collector:
                 mirror.note_presence(answers=False, text=self._silence[name])
             except OSError as error:
                 log.error("%s: records are not kept: %s", mirror.folder, error)
-            except Exception:  # What one peer sends must not end the watch of the others.
+            except Exception:  # Bad data from one peer must not end the collection from the others.
                 log.exception("%s: its records cannot be read", mirror.folder)
             await asyncio.sleep(0 if has_more else POLL_SECONDS)
 
     async def _ask(self, network: Network, mirror: Mirror, member: Member) -> bool:
-        """Get the next page. Whether the island has more."""
+        """Request the next page of records. Return whether the island has more."""
         if mirror.is_full:
-            raise MessageError(f"it has told more than {mirror.folder / METRICS} may hold: nothing more is kept")
+            raise MessageError(f"it has sent more than {mirror.folder / METRICS} may hold: no further records are kept")
         address, body = member.control_addresses[0], mirror.request.encode()
         call = network.messenger.call(address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY)
         page = await receive_reply(network.messenger, address, RecordsPage, await call)
@@ -172,13 +185,13 @@ class Collector:
 
 
 async def ask_status(network: Network, member: Member) -> IslandStatus:
-    """The island's status."""
+    """Return the island's status."""
     address = member.control_addresses[0]
     return await call_message(network.messenger, address, STATUS_CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
 
 
 def explain(error: OuterError) -> str:
-    """Why an island has not answered."""
+    """Return the reason why an island has not answered, as text."""
     if isinstance(error, MessageError):
         return f"runs another version of diloco: {first_line(error)}"[:300]
     return describe_silence(error, CALL_SECONDS)[:300]

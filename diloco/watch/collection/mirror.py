@@ -1,6 +1,7 @@
-"""A copy of an island's records on this machine, written as the island tells them. What a peer says is checked here.
+"""A copy of an island's records on this machine, written as the island sends them. Data from the
+peer is checked here.
 
-FOLDER/ISLAND/metrics.jsonl  told.json  presence.jsonl  environment.json
+    FOLDER/ISLAND/metrics.jsonl  told.json  presence.jsonl  environment.json
 """
 
 import json
@@ -19,9 +20,9 @@ from outer.errors import MessageError
 from outer.network.messages import parse
 
 TOLD = "told.json"
-"""Says how much of an island's records is here."""
+"""Name of the file that records how much of an island's records has been copied."""
 MAX_ISLAND_BYTES = 1 << 30
-"""Most bytes of records that are kept of one island."""
+"""Most bytes of records that are kept per island."""
 
 
 class Mirror:
@@ -32,21 +33,22 @@ class Mirror:
         (folder / METRICS).touch()
         self.folder = folder
         self.request = read_request(folder / TOLD)
-        """What to ask for next."""
+        """The next request to the island."""
         self.num_dropped = 0
-        """Lines that were no records, or records that cannot be right."""
+        """Number of lines that were no valid records."""
         self._last_presence: tuple[bool, str] | None = None
-        # A watcher that was killed may have left half a line.
+        # A watcher that was killed may have left an incomplete last line.
         for name in (METRICS, PRESENCE):
             end_line(folder / name)
 
     @property
     def is_full(self) -> bool:
-        """Whether the island has told more than anybody would record."""
+        """Whether the island has sent more records than an honest island would write."""
         return (self.folder / METRICS).exists() and (self.folder / METRICS).stat().st_size >= MAX_ISLAND_BYTES
 
     def add(self, page: RecordsPage) -> None:
-        """Append the records of a page that answers `request`. Raises OSError if the disk is full."""
+        """Append the records of a page, which answers `request`. Raises OSError if the disk is
+        full."""
         if not page.journal:
             return
         lines, now = page.lines.split("\n")[:-1], time.time()
@@ -59,28 +61,31 @@ class Mirror:
         write_atomically(self.folder / TOLD, self.request.model_dump_json())
 
     def note_presence(self, *, answers: bool, text: str) -> None:
-        """Write down that the island answers, or does not and why, if that is new."""
+        """Write to presence.jsonl whether the island answers, and if not why, unless the last line
+        says the same."""
         if (answers, text) != self._last_presence:
             self._last_presence = answers, text
             with (self.folder / PRESENCE).open("a") as file:
                 file.write(json.dumps({"time": time.time(), "answers": answers, "text": text}) + "\n")
 
     def note_machine(self, status: IslandStatus) -> None:
-        """Write down on what the island runs, where the island's own environment.json would say it."""
+        """Write the island's hardware and versions to environment.json, in the form of the island's
+        own file."""
         versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
         values = {"processor": f"{status.hardware} on {status.host}, {versions}"}
         write_atomically(self.folder / ENVIRONMENT, json.dumps(values) + "\n")
 
 
 def read_request(path: Path) -> RecordsRequest:
-    """What an earlier watcher would have asked for next; the beginning if there was none."""
+    """Return the request that an earlier watcher would have sent next; the first request if there
+    was none."""
     with suppress(OSError, MessageError):
         return parse(RecordsRequest, path.read_bytes())
     return RecordsRequest(journal="", offset=0)
 
 
 def end_line(path: Path) -> None:
-    """Add a line's end to a file that lacks its last one."""
+    """Add a line break to a file whose last line has none."""
     if path.exists() and ends_inside_a_line(path):
         with path.open("ab") as file:
             file.write(b"\n")

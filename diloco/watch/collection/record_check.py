@@ -1,4 +1,4 @@
-"""Checks records that a peer has told: what of them is believed, and kept."""
+"""Check records that a peer has sent, and decide which of them are kept."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,13 @@ MAX_NAMES = 4096
 MAX_NAME, MAX_TEXT = 64, 2000
 MAX_INTEGER = 1 << 62
 PAST_SECONDS, FUTURE_SECONDS = 400 * 86400.0, 3600.0
-"""Records from farther away in time than this are dropped: one would stretch every time axis."""
+"""Records whose time differs from now by more than this are dropped, because one would stretch
+every time axis."""
 
 
 def check_record(line: str, now: float) -> Record | None:
-    """The record in a line from a peer, if it can be one of unix time `now` or earlier; otherwise None."""
+    """Return the record in a line from a peer; None if it is invalid or cannot be from before the
+    unix time `now`."""
     try:
         record = parse_record(line.encode())
     except (ValidationError, ValueError):
@@ -33,7 +35,8 @@ def check_record(line: str, now: float) -> Record | None:
 
 
 def is_bounded(value: object) -> bool:
-    """Whether a field of a record is no longer and no larger than an honest one, and no number in it inf or nan."""
+    """Return whether a record's field has at most the length and size of an honest field, and no
+    number is inf or nan."""
     if isinstance(value, dict):
         return all(map(is_bounded, value.values()))
     if isinstance(value, list | tuple):
@@ -46,5 +49,6 @@ def is_bounded(value: object) -> bool:
 
 
 def are_names(names: Sequence[str]) -> bool:
-    """Whether a list of names is no longer than a run may have islands or sources, and each of a name's length."""
+    """Return whether a list has at most as many names as a run may have islands or sources, each of
+    allowed length."""
     return len(names) <= MAX_NAMES and all(len(name) <= MAX_NAME for name in names)

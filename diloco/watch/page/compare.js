@@ -1,4 +1,4 @@
-// Two runs side by side: their figures and curves in common charts; below them the page of each.
+// Two runs side by side: their figures and curves in common charts, and below these the page of each run.
 "use strict";
 const runs = [null, null], KINDS = ["work", "steps", "rounds", "evals"];
 
@@ -11,21 +11,21 @@ function spanOf(run) {
   return times.length ? [Math.min(...times), Math.max(...times)] : [0, 0];
 }
 
-// One evaluation of each number of tokens: all islands evaluate the same params.
+// Keeps one evaluation for each number of tokens, because all islands evaluate the same params.
 function evalsOf(run) {
   const known = new Map();
   for (const row of rowsOf(run, "evals")) if (row[2] !== null && !known.has(row[1])) known.set(row[1], row);
   return [...known.values()];
 }
 
-// Committed rounds by the time of their first commit.
+// Returns the committed rounds by the time of their first commit.
 function committedOf(run) {
   const known = new Map();
   for (const row of rowsOf(run, "rounds")) if (row[3] && !known.has(row[1])) known.set(row[1], row);
   return [...known.values()];
 }
 
-// Bytes that all islands together have sent, after each of their rounds.
+// Returns the bytes that all islands together have sent, after each of their rounds.
 function bytesOf(run) {
   const sent = new Map(), points = [];
   let sum = 0;

@@ -1,4 +1,5 @@
-// Actions of an operator, if diloco watch was started with --control. Each is asked twice: the server says what it would do.
+// Actions of an operator, if diloco watch was started with --control. The server describes each action, and the operator
+// must confirm it.
 "use strict";
 const CONTROL_ACTIONS = { save: "save now", stop: "stop after the round", exclude: "exclude", invite: "invite an island" };
 

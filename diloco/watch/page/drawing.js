@@ -20,7 +20,7 @@ function duration(seconds) {
   return Math.floor(s / 86400) + " days";
 }
 
-// The number of rows whose time is at most t; rows are in the order of time.
+// Returns the number of rows whose time is at most t; rows are ordered by time.
 function countUntil(rows, t) {
   let low = 0, high = rows.length;
   while (low < high) {
@@ -56,7 +56,7 @@ function drawChart(id, lines, xText, yText) {
   charts[id] = { key, plot: new uPlot(options, data, place) };
 }
 
-// Lanes of `names` from `start` to `end`; `islands` has the rows by name. Times are counted from `first`.
+// Draws the lanes of `names` from `start` to `end`; `islands` has the rows by name. Times are shown relative to `first`.
 function drawGantt(names, islands, faults, start, end, first) {
   const canvas = byId("gantt"), left = innerWidth < 500 ? 62 : 84, lane = names.length > 12 ? 18 : 30;
   const width = canvas.parentElement.clientWidth, height = names.length * lane + 26, scale = devicePixelRatio || 1;

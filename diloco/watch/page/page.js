@@ -1,4 +1,4 @@
-// Keeps what the server has sent and shows the run at the moment that is chosen.
+// Keeps the data that the server has sent, and shows the run at the chosen moment.
 "use strict";
 let run = null, first = 0, last = 0, chosen = null, isConnected = false;
 
@@ -25,7 +25,7 @@ function findSpan() {
   if (first > last) first = last;
 }
 
-// What an island does in words, whether that is wrong, and the cause if there is one.
+// Returns in words what an island does, whether that is a problem, and the cause if there is one.
 function stateOf(name, t) {
   const rows = run.islands[name];
   const kinds = ["steps", "rounds", "evals", "events"];
@@ -45,12 +45,12 @@ function stateOf(name, t) {
   return t - newest > Math.max(15, 5 * usual) ? [`silent for ${ago}`, true] : [`last record ${ago} ago`, false];
 }
 
-// The islands that have recorded since the time `newest` that they lost the one with this name.
+// Returns the islands that have recorded, after the time `newest`, that they lost the island `name`.
 function losersOf(name, newest, t) {
   return names().filter((other) => other !== name && run.islands[other].events.slice(-50).some((e) => e[1] === "lost" && e[0] > newest && e[0] <= t && e[2].startsWith(name + ": ")));
 }
 
-// The number of the latest round that others committed without the island, after its last record; null if there is none.
+// Returns the latest round that other islands committed without this one after its last record; null if there is none.
 function roundWithout(name, newest, t) {
   let missed = null;
   for (const [other, rows] of Object.entries(run.islands)) {
@@ -86,7 +86,7 @@ function drawCards(t) {
   }));
 }
 
-// Tokens of all islands at a time, between those that were recorded with the held-out losses; null if there are too few.
+// Returns the tokens of all islands at a time, interpolated between held-out evaluations; null if there are fewer than two.
 function tokensAt(evals, time) {
   if (evals.length < 2) return null;
   const i = Math.min(Math.max(countUntil(evals, time), 1), evals.length - 1), [a, b] = [evals[i - 1], evals[i]];
@@ -120,7 +120,7 @@ function findAttempts(t) {
   return [...attempts.values()].sort((a, b) => b.time - a.time);
 }
 
-// Whoever came last to a round waited least, if the others waited for longer.
+// Returns the island that came last to a round: it waited least, and the other islands waited for it.
 function lastToCome(attempt) {
   if (attempt.rows.length < 2) return "";
   const waits = attempt.rows.map(([name, r]) => [r[4], name]).sort((a, b) => a[0] - b[0]), longest = waits.at(-1)[0];
@@ -146,7 +146,7 @@ function drawRounds(attempts) {
 function drawHappened(t) {
   const isTrouble = (text) => TROUBLE.includes(text.split(":")[0]), booked = new Set(run.notes.map((n) => n[1]));
   const rows = run.notes.map((n) => [n[0], n[1], n[2], isTrouble(n[2])]).concat(run.faults.map((f) => [f[0], f[2].join(" ") || "network", `fault ${f[1]}: ${f[3]}`, !f[4]]));
-  // Events that the logbook does not have: those of islands whose folder is elsewhere, and those that islands note of others.
+  // Events that the logbook does not have: of islands whose folder is elsewhere, and what islands note about each other.
   for (const [name, island] of Object.entries(run.islands)) for (const e of island.events)
     if (!booked.has(name) || e[1] === "lost" || e[1] === "downloading") rows.push([e[0], name, `${e[1]}: ${e[2]}`, TROUBLE.includes(e[1])]);
   for (const [name, island] of Object.entries(run.islands)) for (const p of island.presence)
@@ -175,12 +175,12 @@ function drawSources(t) {
 
 function draw() {
   if (!run) return;
-  // A run whose last record is minutes old is over: it is shown as it was then, not as silent ever since.
+  // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run.
   const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
   const attempts = findAttempts(t);
   drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawRanks(t); drawPrediction(t); drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);
-  // Attempts are in the order of their ends, the newest first.
+  // Attempts are ordered by their ends, the newest first.
   const begin = shown && attempts.length > shown ? attempts[shown].time : first;
   drawGantt(names(), run.islands, run.faults, begin, end, first);
   byId("moment").textContent = duration(Math.min(t, last) - first);

@@ -3,7 +3,7 @@
 const TROUBLE = ["hung", "failed", "lost", "alone", "minority", "refused", "not saved", "dropped", "waiting"];
 const RANK_TIMES = { "reading text": "#CC79A7", computing: "#56B4E9", "no processor": "#E69F00", waiting: "#C9CCD3" };
 
-// A line for each island of one field of its committed rounds.
+// Returns one line per island with one field of its committed rounds.
 function roundLines(t, field, width = 1.5) {
   return names().map((name, i) => ({ label: name, color: colorOf(i), width,
     points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).filter((r) => r[3] && r[field] !== null).map((r) => [r[0] - first, r[field]]) }));
@@ -27,7 +27,7 @@ function drawGradients(t) {
   if (hasNoise) drawChart("noise", noise, duration, (v) => human(v));
 }
 
-// Losses of data-parallel training on the same tokens; its times are counted from its own beginning.
+// Returns the losses of data-parallel training on the same tokens. Its times are relative to its own beginning.
 function baselineLines(isTokens) {
   const rows = run.baseline;
   if (!rows || !rows.evals.length) return [];
@@ -38,7 +38,7 @@ function baselineLines(isTokens) {
 
 const waitOf = (row) => row[1] - row[2] - row[3] - row[4];
 
-// Whoever waits least, between steps included, is whom the other ranks wait for.
+// The other ranks wait for the rank that itself waits least, waits between steps included.
 function drawRanks(t) {
   const shown = names().map((name) => [name, until(run.islands[name].ranks, t)]).filter(([, row]) => row);
   byId("ranks").parentElement.hidden = !shown.length;
@@ -73,7 +73,7 @@ function legendOf(id, colors) {
   }
 }
 
-// What else is known of an attempt: signatures under its state, audits, and whose parts were left out.
+// Returns notes on an attempt: number of signatures of its state, audits, and the islands whose parts were left out.
 function notesOf(attempt) {
   const most = (field) => Math.max(...attempt.rows.map((a) => a[1][field])), gated = new Map();
   for (const [, r] of attempt.rows) for (const [name, n] of Object.entries(r[18])) gated.set(name, (gated.get(name) ?? 0) + n);
@@ -81,7 +81,7 @@ function notesOf(attempt) {
     ...[...gated].map(([name, n]) => `${n} parts of ${name} left out`)].filter(Boolean).join(", ");
 }
 
-// Parts of the state that a joiner has, from the text of its event "downloading"; null if it says nothing else.
+// Returns a progress bar of a joiner's download, from the text of its event "downloading"; null for other events.
 function progressOf(event) {
   const found = event && event[1] === "downloading" ? /(\d+) of (\d+) parts/.exec(event[2]) : null;
   return found ? Object.assign(make("progress"), { value: Number(found[1]), max: Number(found[2]) }) : null;

@@ -1,18 +1,18 @@
-// What the planner predicts for the run, beside what its islands measured at the moment that is chosen.
+// Shows the planner's prediction for the run beside the measurements of its islands at the chosen moment.
 "use strict";
 let predicted = null;
 const percent = (v) => (100 * v).toFixed(1) + " %";
 const signed = (v) => (v < 0 ? "" : "+") + percent(v);
 const rate = (v) => human(v, "bit/s");
 
-// The lowest and the highest value, once if they look alike.
+// Returns the lowest and the highest value as text; only one of them if both have the same text.
 function spanText(values, show) {
   if (!values.length) return "–";
   const ends = [show(Math.min(...values)), show(Math.max(...values))];
   return ends[0] === ends[1] ? ends[0] : ends.join(" to ");
 }
 
-// Last held-out loss relative to that of data-parallel training on as many tokens; null if that is not known.
+// Returns the last held-out loss relative to data-parallel training on as many tokens; null if it is not known.
 function measuredGap(t) {
   const newest = names().map((name) => until(run.islands[name].evals, t)).filter((r) => r && r[2] !== null).sort((a, b) => b[1] - a[1])[0];
   const known = (run.baseline?.evals ?? []).filter((r) => r[2] !== null);

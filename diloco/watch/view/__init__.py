@@ -1,1 +1,1 @@
-"""What is known of a run from its folder, as rows for a page and as values for JSON."""
+"""The content of a run's folder, as rows for a page and as values for JSON."""

@@ -1,4 +1,4 @@
-"""The attempts at rounds and the times of ranks, put together from what each island has recorded."""
+"""Combine the records of all islands into attempts at rounds and times of ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from diloco.watch.view.history import IslandHistory, Row
 from diloco.watch.view.run_view import RunView
 
 LATE_SECONDS, SLOW_SHARE = 0.05, 0.1
-"""A wait shorter than this, or than this share of the steps' time, is nobody's fault."""
+"""A wait shorter than this time, or than this share of the steps' time, names no straggler."""
 
 
 @dataclass
 class Attempt:
-    """One attempt at a round. `rows` are of the kind `rounds`, by island."""
+    """One attempt at a round. `rows`: the row of kind `rounds` of each island."""
 
     round: int
     attempt: int
@@ -22,17 +22,19 @@ class Attempt:
 
     @property
     def digests(self) -> set[str]:
-        """The states that islands committed; one, unless something is wrong."""
+        """Digests of the states that islands committed. More than one means that something is
+        wrong."""
         return {row[10] for row in self.rows.values() if row[3]}
 
     @property
     def cause(self) -> str:
-        """Why it was aborted, or what is to be said of a commit; empty if nothing."""
+        """Why the attempt was aborted, or a remark about its commit; empty if there is neither."""
         return next((row[11] for row in self.rows.values() if row[11]), "")
 
     @property
     def notes(self) -> list[str]:
-        """Signatures under the state, audits, parts left out, norm of the mean, and cosines with it."""
+        """Number of signatures of the state, audits, left-out parts, norm of the mean, and cosines
+        with the mean."""
         rows, left_out = self.rows.values(), dict[str, int]()
         for row in rows:
             for name, count in row[18].items():
@@ -49,14 +51,15 @@ class Attempt:
 
     @property
     def last_to_come(self) -> str:
-        """The island that waited least, if the others waited for it, and for how long they did."""
+        """The island that waited least, with the time that the others waited for it; empty if that
+        is short."""
         waits = sorted((row[4], name) for name, row in self.rows.items())
         late = waits[-1][0] - waits[0][0]
         return f"{waits[0][1]} ({human_seconds(late)})" if late > LATE_SECONDS else ""
 
 
 def find_attempts(view: RunView, most: int) -> list[Attempt]:
-    """The newest attempts, the newest last."""
+    """Return the newest attempts, at most `most`, the newest last."""
     found: dict[tuple[int, int], Attempt] = {}
     for name, island in view.islands.items():
         for row in island.rows["rounds"][-2 * most :]:
@@ -66,7 +69,8 @@ def find_attempts(view: RunView, most: int) -> list[Attempt]:
 
 
 def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
-    """A line for each island whose ranks waited for one of them in the last round, and what that one did."""
+    """Yield a line for each island whose ranks waited for one rank in the last round, with what
+    that rank did."""
     for name, island in islands.items():
         if not island.rows["ranks"]:
             continue
@@ -79,5 +83,6 @@ def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
 
 
 def waited(rank: Row) -> float:
-    """Seconds that a rank waited in steps, less those in which others may have waited for it between steps."""
+    """Return the seconds that a rank waited in steps, without those in which others may have waited
+    for it."""
     return rank[1] - sum(rank[2:])

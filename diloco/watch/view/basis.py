@@ -1,4 +1,4 @@
-"""What a run that has begun tells about itself, from which its further course can be predicted."""
+"""Measurements of a run that has begun, from which its further course can be predicted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from diloco.planning.predict import LinkSpeed
 
 STEPS, REDUCES = 50, 20
-"""Inner steps and reduces whose median is an island's."""
+"""Number of last inner steps and reduces over which an island's median is taken."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """A run's config, and what was measured since it began."""
+    """A run's config, and measurements since the run began."""
 
     config: Config
     step_seconds: dict[str, float]
-    """Of the islands that took part in the last committed round and whose records are here: the median."""
+    """Median seconds of an inner step, by island: those in the last committed round whose records
+    are here."""
     num_islands: int
-    """That took part in it."""
+    """Number of islands in the last committed round."""
     ranks: int
-    """Of the island with the fewest."""
+    """Ranks of the island with the fewest ranks."""
 
     @property
     def fastest(self) -> str:
@@ -45,25 +46,26 @@ class Basis:
         return max(self.step_seconds.values()) / self.step_seconds[self.fastest] - 1
 
     def words(self) -> Iterator[str]:
-        """What was taken for the prediction."""
+        """Yield the assumptions of the prediction, in words."""
         seconds = human_duration(self.step_seconds[self.fastest])
         slowest = f", and {self.spread:.0%} longer on the slowest" if self.spread >= 0.005 else ""
-        yield f"an inner step takes {seconds}, the median of the last on {self.fastest}{slowest}"
+        yield f"an inner step takes {seconds}, the median of the last steps on {self.fastest}{slowest}"
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         yield f"{self.num_islands} islands, as in the last committed round, of {ranks}"
-        yield "the work beside the link as fast as on this machine"
+        yield "the work besides the network takes as long as on this machine"
 
 
 def find_basis(view: RunView) -> Basis:
-    """What is known of the run now. Raises ConfigError if it is not enough for a prediction."""
+    """Return the measurements of the run so far. Raises ConfigError if they are not enough for a
+    prediction."""
     config = load_config(view.run_dir / CONFIG)
     if config.params or config.model.name is not None:
-        raise ConfigError("the planner does not know the shapes of a model that is not of this project")
+        raise ConfigError("the shapes of an own model are not known, so there is no prediction")
     if outer_code(config.run):
-        raise ConfigError("a page imports no codec and no rule that a run names: `diloco plan` predicts with them")
+        raise ConfigError("the run uses own code, which a page does not import: `diloco plan` predicts such a run")
     commits = [island.rows["pace"][-1][0] for island in view.islands.values() if island.rows["pace"]]
     if not commits:
-        raise ConfigError("two rounds must have been committed before what comes can be predicted")
+        raise ConfigError("a prediction needs two committed rounds; the run has fewer")
     present = last_participants(view)
     seconds = {name: found for name in present & view.islands.keys() if (found := usual_step(view.islands[name]))}
     if not seconds:
@@ -73,21 +75,22 @@ def find_basis(view: RunView) -> Basis:
 
 
 def last_participants(view: RunView) -> set[str]:
-    """The islands in the last committed round."""
+    """Return the islands in the last committed round."""
     rounds = [row for island in view.islands.values() for row in island.rows["rounds"][-REDUCES:] if row[3]]
     return set(view.groups.names[max(rounds, key=lambda row: row[0])[9]]) if rounds else set()
 
 
 def usual_step(island: IslandHistory) -> float | None:
-    """Seconds of an inner step, the median of the last ones; None before the first."""
+    """Return the median seconds of an island's last inner steps; None before the first step."""
     seconds = [end - begin for begin, end in island.rows["work"][-STEPS:]]
     return median(seconds) or None if seconds else None
 
 
 def find_link(view: RunView, config: Config) -> "tuple[LinkSpeed, str]":
-    """An island's link, and how it is known: from the user, `simulate --link`, the config, or the last reduces.
+    """Return an island's link, and where it is known from: the user, `simulate --link`, the config,
+    or the last reduces.
 
-    Raises ConfigError if nothing is known.
+    Raises ConfigError if none of them gives a link.
     """
     from diloco.planning.predict import LinkSpeed
 
@@ -103,13 +106,13 @@ def find_link(view: RunView, config: Config) -> "tuple[LinkSpeed, str]":
         return LinkSpeed(1e6 * min(rates)), text
     rows = [row[4] for island in view.islands.values() for row in island.rows["pace"][-REDUCES:] if row[4]]
     if not rows:
-        raise ConfigError("nothing is known of the links; say it with --link, as in --link 100mbit,rtt=50ms")
+        raise ConfigError("the speed of the links is not known; give it by --link, as in --link 100mbit,rtt=50ms")
     rate = median(rows)
-    text = f"no link is given (--link): {human_rate(rate)}, the rate of the last reduces, which it carries at least"
-    # What was measured is payload already, and round trips are in it.
+    text = f"no link is given (--link): {human_rate(rate)}, the rate of the last reduces; the link may be faster"
+    # The measured rate counts payload only and already includes round trips.
     return LinkSpeed(rate, payload_share=1.0), text
 
 
 def describe(link: AccessLink) -> str:
-    """A link in words."""
+    """Return a link in words."""
     return human_rate(link.rate) + (f" and {1000 * link.rtt:g} ms" if link.rtt else "")

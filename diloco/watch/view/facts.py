@@ -1,4 +1,4 @@
-"""What a run's folder says of the run as a whole, and of the machines of its islands."""
+"""Read facts about a whole run, and about the machines of its islands, from the run's folder."""
 
 from collections import Counter
 from contextlib import suppress
@@ -15,9 +15,11 @@ MAX_TEXT = 400
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:
-    """Name, inner steps of each island, number of parameters and loss of the byte bigram model; None if not known.
+    """Return the run's name, inner steps per island, number of parameters and loss of the byte
+    bigram model.
 
-    What run.json lacks, or the folder of a run that `diloco simulate` did not launch, is read from config.yaml.
+    Values that are not known are None. What run.json lacks is read from config.yaml, as for a run
+    that `diloco simulate` did not launch.
     """
     facts, config = find_facts(run_dir), None if (run_dir / "run.json").exists() else read_run_config(run_dir)
     name = facts.name if facts else config.name if config else run_dir.resolve().name
@@ -30,14 +32,15 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
 
 
 def find_facts(run_dir: Path) -> RunFacts | None:
-    """What run.json says; None if there is none that can be read."""
+    """Return the content of run.json; None if there is no such file that can be read."""
     with suppress(InputError, OSError):
         return read_facts(run_dir)
     return None
 
 
 def describe_machine(folder: Path) -> str:
-    """The code and hardware of the island's last start in a line; empty if it has not written them."""
+    """Return one line about the code and hardware at the island's last start; empty if the island
+    has not written them."""
     found = read_environment(folder) or {}
     commit = str(found.get("commit") or "")[:10]
     changed = " with changes" if commit and found.get("is_changed") else ""

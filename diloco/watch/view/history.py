@@ -1,4 +1,5 @@
-"""What an island has recorded so far, as rows of numbers that a page can draw at any moment of the run."""
+"""The records of an island so far, as rows of numbers from which a page can draw any moment of the
+run."""
 
 import json
 import math
@@ -19,26 +20,27 @@ Row = list[Any]
 Rows = dict[str, list[Row]]
 KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace")
 MAX_POINTS = 2000
-"""Most rows of a kind that a page gets of an island at first; with many islands fewer."""
+"""Most rows of a kind that a page first gets per island. With many islands it gets fewer."""
 MAX_ROWS = 16_000
-"""The same of all islands together."""
+"""Most rows of a kind that a page first gets of all islands together."""
 RANK_FIELDS = 6
 TAIL_ROWS = 200
-"""The newest rounds and inner steps, which a page gets all of."""
+"""Number of the newest rounds and inner steps that a page always gets."""
 MAX_TEXT = 400
 MAX_TIME = 1e11
-"""Unix time in seconds. A record with a later one is damaged."""
+"""Largest unix time in seconds. A record with a later time is damaged."""
 
 
 class Groups:
-    """The sets of islands that took part in rounds, each kept once: a long run has few, and many rounds."""
+    """The sets of islands that took part in rounds. Each set is kept once, because many rounds
+    share few sets."""
 
     def __init__(self) -> None:
         self.names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
 
     def number_of(self, names: tuple[str, ...]) -> int:
-        """The set's place in `names`, where it is put if it is new."""
+        """Return the index of the set in `names`. A new set is appended."""
         if names not in self._numbers:
             self._numbers[names] = len(self.names)
             self.names.append(names)
@@ -58,9 +60,9 @@ class IslandHistory:
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     ranks    time, round, and for each rank what RoundRecord.ranks has
-    pace     time, seconds per round, share of them in inner steps, bytes sent a round, bits per second in the reduce:
+    pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
              of the last committed rounds
-    presence time, whether the island answers whoever watches it over the network (0 or 1), why it does not
+    presence time, whether the island answers a watcher over the network (0 or 1), why it does not
     """
 
     folder: Path
@@ -77,7 +79,7 @@ class IslandHistory:
         """Read the records that were completed since the last call."""
         try:
             records = self._tail.new_records()
-        except OSError:  # The file cannot be read now; the next call tries again.
+        except OSError:  # The file cannot be read at present; the next call tries again.
             records = []
         for record in records:
             if 0 <= record.time < MAX_TIME:
@@ -87,7 +89,7 @@ class IslandHistory:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of rows of each kind."""
+        """Return the number of rows of each kind."""
         return {kind: len(rows) for kind, rows in self.rows.items()}
 
     def _add(self, record: Record) -> None:
@@ -132,9 +134,9 @@ class IslandHistory:
             self.rows["ranks"].append([record.time, record.round, ranks])
 
     def thinned(self, counts: dict[str, int], most: int) -> Rows:
-        """About `most` of the first `counts` rows of each kind, and the newest ones.
+        """Return about `most` of the first `counts` rows of each kind, and all of the newest rows.
 
-        The same rounds are kept on every island that has made as many.
+        On all islands with equally many rounds, the same rounds are kept.
         """
         first = {kind: rows[: counts[kind]] for kind, rows in self.rows.items()}
         thinned = {kind: thin(rows, most) for kind, rows in first.items()}
@@ -142,13 +144,13 @@ class IslandHistory:
 
 
 class LinesTail:
-    """Reads the completed lines of a text file that may still grow or may not exist."""
+    """Reads the complete lines of a text file that may still grow or may not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, GrowingFile(path)
 
     def new_lines(self) -> list[str]:
-        """Lines that were completed since the last call."""
+        """Return the lines that were completed since the last call."""
         try:
             return [line.decode(errors="replace") for line in self._file.new_lines()]
         except OSError:
@@ -156,7 +158,7 @@ class LinesTail:
 
 
 def parse_presence(line: str) -> Row | None:
-    """A line of presence.jsonl as a row; None if it is none."""
+    """Return a line of presence.jsonl as a row; None if it is invalid."""
     try:
         values = json.loads(line)
         time, text = float(values["time"]), one_line(str(values["text"]))[:MAX_TEXT]
@@ -166,18 +168,19 @@ def parse_presence(line: str) -> Row | None:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None if JSON cannot hold it."""
+    """Return the value, or None if JSON cannot represent it."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def thin(rows: Sequence[Row], most: int) -> list[Row]:
-    """At most about `most` rows at equal distances, always with the last one."""
+    """Return about `most` rows at equal distances, always with the last row."""
     stride = max(1, math.ceil(len(rows) / most))
     return list(rows[::-1][::stride][::-1])
 
 
 def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
-    """Rounds whose number is a multiple of a power of two, aborted attempts, and all of the last TAIL_ROWS."""
+    """Return the rounds whose number is a multiple of a power of two, aborted attempts, and the
+    last TAIL_ROWS rows."""
     stride = 1
     while len(rows) / stride > most:
         stride *= 2
@@ -187,7 +190,8 @@ def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def join_work(rows: Sequence[Row], most: int) -> list[Row]:
-    """Join inner steps that follow one another, and of the older ones also those between which no pause can be seen."""
+    """Join inner steps without a pause between them. Among older steps, also join those with a
+    pause too short to draw."""
     if not rows:
         return []
     older, newest = rows[:-TAIL_ROWS], rows[-TAIL_ROWS:]
@@ -196,7 +200,8 @@ def join_work(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def join_close(rows: Sequence[Row], smallest: float) -> list[Row]:
-    """Join inner steps with a pause of at most `smallest` seconds, or of half a step, between them."""
+    """Join inner steps with a pause between them of at most `smallest` seconds, or of at most half
+    a step."""
     joined: list[Row] = []
     for begin, end in rows:
         if joined and begin - joined[-1][1] <= max(smallest, (end - begin) / 2):

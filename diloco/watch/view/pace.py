@@ -1,4 +1,5 @@
-"""How fast an island goes: seconds and bytes of its last committed rounds, to stand beside what was predicted."""
+"""Measure the pace of an island: seconds and bytes of its last committed rounds, to compare with
+the prediction."""
 
 import math
 from collections import deque
@@ -8,24 +9,25 @@ from diloco.records.latest import ENDS
 from diloco.records.metrics import EventRecord, RoundRecord
 
 WINDOW = 20
-"""Rounds over which the pace is a mean."""
+"""Number of rounds over which the pace is a mean."""
 STARTS = ("joined", "resumed")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where an island stood when a round was committed: what it had done since its records begin."""
+    """Totals of an island at the commit of a round, since its records begin."""
 
     time: float
     round: int
     step_seconds: float
-    """In inner steps."""
+    """Seconds spent in inner steps."""
     reduce_seconds: float
     bytes_sent: int
 
 
 class Pace:
-    """Takes an island's records as they come. Rounds before and after a restart are not taken together."""
+    """Computes the pace from an island's records in their order. Rounds before and after a restart
+    are kept apart."""
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque(maxlen=WINDOW + 1)
@@ -37,12 +39,13 @@ class Pace:
         self._step_seconds += seconds
 
     def add_event(self, record: EventRecord) -> None:
-        """Begin anew where the island ended or started."""
+        """Start again if the event says that the island ended or started."""
         if record.name in (*ENDS, *STARTS):
             self._marks.clear()
 
     def add_round(self, record: RoundRecord) -> list[float | None] | None:
-        """The pace after an attempt, as a row of IslandHistory; None if the attempt was aborted or none came before.
+        """Return the pace after an attempt, as a row of IslandHistory; None for an aborted attempt
+        or the first commit.
 
         Aborted attempts count in the seconds and bytes of the round that is committed next.
         """
@@ -52,13 +55,14 @@ class Pace:
             return None
         now = Mark(record.time, record.round, self._step_seconds, self._reduce_seconds, self._bytes_sent)
         if self._marks and now.round <= self._marks[-1].round:
-            self._marks.clear()  # Another history of the run.
+            self._marks.clear()  # The island has taken another history of the run.
         self._marks.append(now)
         return row_between(self._marks[0], now)
 
 
 def row_between(then: Mark, now: Mark) -> list[float | None] | None:
-    """Time, seconds per round, share of them in inner steps, bytes per round, bits per second; None without a round."""
+    """Return time, seconds per round, their share in inner steps, bytes per round, bits per second;
+    None without a round."""
     rounds, seconds, sent = now.round - then.round, now.time - then.time, now.bytes_sent - then.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None

@@ -1,4 +1,5 @@
-"""What `diloco plan` predicts for a run that has begun, with the inner steps that were measured, on the run's link."""
+"""Predict the course of a run that has begun, as `diloco plan` does, from its measured inner steps
+and its link."""
 
 import math
 import threading
@@ -21,30 +22,32 @@ REFRESH_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction, for JSON. A round is one of a fragment; rates are in bits per second."""
+    """The prediction, for JSON. A round sends one fragment; rates are in bits per second."""
 
     round_seconds: float
     utilisation: float
-    """Share of the time in inner steps, of the fastest island."""
+    """Share of the time in inner steps on the fastest island."""
     round_bytes: float
-    """Payload that an island sends."""
+    """Bytes of payload that an island sends per round."""
     reduce_rate: float | None
-    """Payload that is sent in a round over the time of its reduce; None if nothing is sent."""
+    """Payload of a round divided by the time of its reduce; None if nothing is sent."""
     needed_rate: float | None
-    """The slowest link on which the run as it is set reaches `target`; None if it does on none."""
+    """Rate of the slowest link on which the run as configured reaches `target`; None if no link is
+    fast enough."""
     target: float
     link_rate: float
     loss_gap: float
     """Loss relative to data-parallel training by the scaling laws of DiLoCo: 0.01 is 1 % worse."""
     is_extrapolated: bool
-    """Whether the model is smaller or larger than those of the laws."""
+    """Whether the model is smaller or larger than all models to which the laws were fitted."""
     num_rounds: int
     assumed: tuple[str, ...]
-    """What it was computed with, in words."""
+    """The assumptions of the prediction, in words."""
 
 
 class RunPrediction:
-    """The prediction for a run, computed anew when rounds have been committed since, but not all the time."""
+    """The prediction for a run. It is updated after new commits, but not more often than every
+    REFRESH_SECONDS."""
 
     def __init__(self, view: RunView) -> None:
         self.view, self._lock = view, threading.Lock()
@@ -52,7 +55,8 @@ class RunPrediction:
         self._latest: dict[str, Any] = {}
 
     def find(self) -> dict[str, Any]:
-        """The fields of Predicted, or `unknown` with the reason. Any thread may call it.
+        """Return the fields of Predicted, or `unknown` with the reason. May be called on any
+        thread.
 
         The first call imports torch and measures for 0.25 s how fast this machine encodes.
         """
@@ -64,12 +68,12 @@ class RunPrediction:
             return self._latest
 
     def state(self) -> dict[str, Any]:
-        """The state of the run as it was last read, with the prediction."""
+        """Return the state of the run as it was last read, with the prediction."""
         return state_now(self.view) | {"predicted": self.find()}
 
 
 def predict_run(view: RunView) -> dict[str, Any]:
-    """The fields of Predicted, or `unknown` with the reason."""
+    """Return the fields of Predicted, or `unknown` with the reason."""
     try:
         basis = find_basis(view)
         speed, about_link = find_link(view, basis.config)
@@ -79,7 +83,8 @@ def predict_run(view: RunView) -> dict[str, Any]:
 
 
 def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predicted:
-    """The prediction on links of this speed. Raises ConfigError or InputError if the config does not allow one."""
+    """Return the prediction for links of this speed. Raises ConfigError or InputError if the config
+    allows none."""
     from diloco.planning.advice import needed_bandwidth
     from diloco.planning.plan import UTILISATION
     from diloco.planning.predict import predict
@@ -102,7 +107,7 @@ def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predi
 
 
 def build_case(basis: Basis, speed: "LinkSpeed") -> "Case":
-    """The run as `diloco plan` would be asked for it. Raises ConfigError or InputError."""
+    """Return the run in the form that `diloco plan` predicts. Raises ConfigError or InputError."""
     from diloco.planning.mesh.step_plan import vocabulary
     from diloco.planning.predict import Case
     from inner.measure.param_specs import param_specs
@@ -123,5 +128,6 @@ def build_case(basis: Basis, speed: "LinkSpeed") -> "Case":
 
 
 def reduce_seconds(p: "Prediction") -> float:
-    """Duration of a cycle's reduces, hidden or not, with the outer steps in them."""
+    """Return the duration of a cycle's reduces, hidden or not, including the outer steps in
+    them."""
     return p.transfer_seconds + p.trip_seconds + p.codec_seconds + p.step_seconds + p.hidden_seconds

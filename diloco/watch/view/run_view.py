@@ -1,4 +1,4 @@
-"""A run's folder, read again and again: its islands, faults, logbook and facts."""
+"""Read a run's folder repeatedly: its islands, faults, logbook and facts."""
 
 import json
 import re
@@ -30,7 +30,7 @@ ENTRY = re.compile(r"- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z \*\*(.{1,64}?)\*\* (.*)
 
 @dataclass
 class Position:
-    """How much of a run a page has been sent: numbers of rows."""
+    """How much of a run has been sent to a page, as numbers of rows."""
 
     islands: dict[str, dict[str, int]] = field(default_factory=dict)
     baseline: dict[str, int] = field(default_factory=dict)
@@ -40,10 +40,11 @@ class Position:
 
 
 class RunView:
-    """All that is known of a run from its folder. `read` brings it up to date; several threads may call it."""
+    """The content of a run's folder. `read` updates it; several threads may call it."""
 
     def __init__(self, run_dir: Path, link: AccessLink | None = None) -> None:
-        """`link`: that of each island, if the user has said it. Raises InputError if the folder holds no run."""
+        """Create a view. `link`: the link of each island, if the user gave it. Raises InputError if
+        there is no run."""
         find_island_folders(run_dir)
         self.run_dir, self.link = run_dir, link
         self.islands: dict[str, IslandHistory] = {}
@@ -53,12 +54,12 @@ class RunView:
         self._lock = threading.Lock()
         self._faults, self._logbook = LinesTail(run_dir / LOG), LinesTail(run_dir / LOGBOOK)
         self.faults: list[Row] = []
-        """Each is time, kind, islands, text, whether it is the end of a fault (0 or 1)."""
+        """Rows of time, kind, islands, text, whether it is the end of a fault (0 or 1)."""
         self.notes: list[Row] = []
-        """Entries of the logbook; each is time, island, text."""
+        """Entries of the logbook as rows of time, island, text."""
 
     def read(self) -> Position:
-        """Read what is new. The position after all that has been read."""
+        """Read what is new. Return the position after all rows read so far."""
         with self._lock:
             for folder in island_folders(self.run_dir):
                 self.islands.setdefault(folder.name, IslandHistory(folder, self.groups))
@@ -70,7 +71,8 @@ class RunView:
             return Position(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
 
     def between(self, sent: Position, now: Position) -> dict[str, Any]:
-        """The rows after the first position and up to the second, as a page takes them; islands that have any."""
+        """Return the rows between two positions, in the form that a page takes. Islands without
+        such rows are left out."""
         islands = {
             name: rows_between(self.islands[name], sent.islands.get(name, {}), counts)
             for name, counts in now.islands.items()
@@ -85,7 +87,7 @@ class RunView:
         }
 
     def snapshot(self, now: Position) -> dict[str, Any]:
-        """Everything up to the position, thinned, as a page takes it."""
+        """Return all rows up to the position, thinned, in the form that a page takes."""
         most = max(100, min(MAX_POINTS, MAX_ROWS // max(len(now.islands), 1)))
         return {
             **describe_run(self.run_dir),
@@ -99,12 +101,12 @@ class RunView:
 
 
 def rows_between(island: IslandHistory, sent: dict[str, int], now: dict[str, int]) -> Rows:
-    """The island's rows of each kind from one count to another."""
+    """Return the island's rows of each kind from count `sent` to count `now`."""
     return {kind: rows[sent.get(kind, 0) : now[kind]] for kind, rows in island.rows.items()}
 
 
 def parse_fault(line: str) -> Row | None:
-    """A line of faults.jsonl as a row; None if it is not a record."""
+    """Return a line of faults.jsonl as a row; None if it is not a record."""
     try:
         values = json.loads(line)
         time, islands = float(values["time"]), [str(name)[:64] for name in values["islands"]]
@@ -115,7 +117,7 @@ def parse_fault(line: str) -> Row | None:
 
 
 def parse_entry(line: str) -> Row | None:
-    """A line of the logbook as a row; None if it is not an entry."""
+    """Return a line of the logbook as a row; None if it is not an entry."""
     if (found := ENTRY.fullmatch(line)) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The latest of each island of a run, for `--json`, `--text` and Prometheus."""
+"""The latest state of each island of a run, for `--json`, `--text` and Prometheus."""
 
 import time
 from collections.abc import Mapping
@@ -13,13 +13,14 @@ from diloco.watch.view.history import IslandHistory
 from diloco.watch.view.run_view import RunView
 
 OVER_SECONDS = 600.0
-"""A run without a record for so long is over: it is shown as it was then."""
+"""A run without a record for this time is over: its state at its last record is shown."""
 SILENT_SECONDS, SILENT_STEPS = 15.0, 5
-"""An island is called silent after this time without a record, and after so many of its usual inner steps."""
+"""An island is called silent after the larger of a time without a record and a number of its usual
+inner steps."""
 
 
 def state_now(view: RunView) -> dict[str, Any]:
-    """The run and the latest of each island, as values for JSON."""
+    """Return the run and the latest state of each island, as values for JSON."""
     now, last = time.time(), max((island.latest.time for island in view.islands.values()), default=0.0)
     at = now if now - last < OVER_SECONDS else last
     run = describe_run(view.run_dir)
@@ -33,7 +34,8 @@ def state_now(view: RunView) -> dict[str, Any]:
 
 
 def measured_gap(view: RunView) -> float | None:
-    """Last held-out loss relative to that of data-parallel training on as many tokens; None without a baseline.
+    """Return the last held-out loss relative to data-parallel training on as many tokens; None
+    without a baseline.
 
     Between two evaluations of the baseline its loss is interpolated.
     """
@@ -50,7 +52,8 @@ def measured_gap(view: RunView) -> float | None:
 
 
 def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
-    """The latest of one island as values for JSON. `at`: unix time for which its state is told."""
+    """Return the latest state of one island as values for JSON. `at`: the unix time for which the
+    state holds."""
     island = view.islands[name]
     latest, rows = island.latest, island.rows
     pace = rows["pace"][-1][1:] if rows["pace"] else [None] * 4
@@ -77,7 +80,8 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
 
 
 def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tuple[str, bool]:
-    """What an island does in words, and whether that is wrong. The page's `stateOf` says the same."""
+    """Return in words what an island does, and whether that is a problem. The page's `stateOf` has
+    the same rules."""
     island = islands[name]
     newest, rows = island.latest.time, island.rows
     silence = rows["presence"][-1] if rows["presence"] and not rows["presence"][-1][1] else None
@@ -97,7 +101,8 @@ def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tu
 
 
 def find_losers(islands: Mapping[str, IslandHistory], name: str, newest: float) -> list[str]:
-    """The islands that have recorded since the time `newest` that they lost the one with this name."""
+    """Return the islands that have recorded, after the time `newest`, that they lost the island
+    `name`."""
     return [
         other
         for other, island in islands.items()

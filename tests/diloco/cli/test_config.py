@@ -57,7 +57,7 @@ def test_what_is_commented_out_in_the_first_config_is_a_setting(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["../first", "", "a b"])
 def test_init_refuses_a_name_that_is_no_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="allowed: letters, digits"):
+    with pytest.raises(ConfigError, match="allowed: at most 64 letters, digits"):
         write_config(name, tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_an_experiment_that_is_killed_in_the_middle_of_runs_ends_as_if_nothing_h
         time.sleep(0.02)
     assert not (stopped / "finished.json").exists()
     output = run(path)
-    assert "goes on, stopped after inner step" in output
+    assert "resumes, stopped after inner step" in output
     assert last_losses(broken) == last_losses(whole)
     assert any(event.name == "resumed" for event in read_run(stopped).islands[1].events)
 

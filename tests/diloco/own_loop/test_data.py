@@ -187,7 +187,7 @@ def test_a_text_that_the_loop_does_not_read_ends_its_first_step(tmp_path: Path) 
         with pytest.raises(ConfigError, match="make tokens_per_step a multiple of 24"):
             diloco.data(islands, rank=0, num_ranks=3)
         next(iter(diloco.data(islands)))
-        with pytest.raises(RuntimeError, match=r"state_dict: a unit of data is drawn"):
+        with pytest.raises(RuntimeError, match=r"state_dict: a unit of data was taken"):
             islands.state_dict()
         held = list(diloco.data(islands).heldout(num_tokens=100, batch_size=4))
         assert all(batch.inputs.min() >= 0 for batch in held)

@@ -158,7 +158,7 @@ def test_gpus_of_different_kinds_make_the_slower_island_wait_as_long_as_their_pe
 
 
 def test_a_wrong_gpu_is_named_with_the_known_ones():
-    assert "'h1000' is no GPU" in error_of(gpu="h1000", step_seconds=None)
+    assert "got 'h1000', which is not a known GPU" in error_of(gpu="h1000", step_seconds=None)
     assert "mi300x" in error_of(gpu="h1000", step_seconds=None)
     assert "got 2 kinds" in error_of(["islands=[{},{},{}]"], gpu="h100,a100", step_seconds=None)
     assert "give one of them" in error_of(gpu="h100", flops="1T", step_seconds=None)

@@ -12,7 +12,7 @@ from tests.swarm import swarm
 def test_the_peak_of_a_shared_gpu_is_that_of_its_data_sheet():
     peak, source = peak_by_sheet("NVIDIA H100 80GB HBM3", "bfloat16", 3)
     assert peak == find_gpu("h100").flops
-    assert source.startswith("mfu is relative to 989 TFLOP/s a rank in bfloat16, by the NVIDIA H100 SXM data sheet; ")
+    assert source.startswith("mfu is relative to 989 TFLOP/s per rank in bfloat16, by the NVIDIA H100 SXM data sheet; ")
     assert source.endswith("not measured, because 3 islands share the GPU")
 
 
@@ -25,7 +25,7 @@ def test_a_shared_gpu_without_a_known_peak_has_no_utilisation_and_says_so(name, 
 
 def test_the_peak_of_a_device_of_its_own_is_measured():
     peak, source = find_peak("cpu", "float32", 1)
-    assert peak is not None and source.endswith("TFLOP/s a rank in float32, measured on cpu")
+    assert peak is not None and source.endswith("TFLOP/s per rank in float32, measured on cpu")
 
 
 def test_each_data_sheet_is_found_by_its_own_names():

@@ -106,7 +106,7 @@ def test_the_ranks_of_an_island_record_where_their_time_went(tmp_path: Path) -> 
         (Watched("tcp://127.0.0.1:1", ["outer.codec=int8"], None, None), "outer.codec"),
         (Watched("runs/a", ["island.proxy=x"], None, None), "is for an address"),
         (Watched("runs/a", [], "name", None), "--run name, which is for an address"),
-        (Watched("runs/a", ["runs/b", "runs/c"], None, None), "at most two runs"),
+        (Watched("runs/a", ["runs/b", "runs/c"], None, None), "allowed: at most two"),
     ],
 )
 def test_words_that_do_not_belong_together_are_refused(words: Watched, text: str, tmp_path: Path) -> None:

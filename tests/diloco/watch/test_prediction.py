@@ -102,7 +102,7 @@ def test_a_link_in_the_config_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rounds", "config", "why"),
-    [(1, CONFIG, "two rounds"), (3, CONFIG + "params: abc\n", "not of this project")],
+    [(1, CONFIG, "two committed rounds"), (3, CONFIG + "params: abc\n", "own model")],
 )
 def test_what_is_not_known_is_said(tmp_path: Path, rounds: int, config: str, why: str) -> None:
     assert why in RunPrediction(view_of(tmp_path, rounds, config)).find()["unknown"]

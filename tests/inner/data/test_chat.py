@@ -216,6 +216,6 @@ def test_bits_per_byte_count_the_words_that_are_left_of_a_cut_answer(tmp_path: P
 
 
 def test_held_out_windows_without_anything_learned_are_an_error_that_says_so() -> None:
-    with pytest.raises(InputError, match=r"evaluate\.tokens=64: so many held-out tokens hold nothing that is learned"):
+    with pytest.raises(InputError, match=r"evaluate\.tokens=64: this number of held-out tokens contains no target"):
         mean_loss([(0.0, 0)], 64)
     assert mean_loss([(3.0, 2), (1.0, 2)], 64) == 1.0
