@@ -57,7 +57,7 @@ def head_layers(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
     """Return the cost of the head in layers: its operations divided by those of one layer with
     recomputation.
 
-    1.8 for the 8b preset at 8192 positions, 3.7 for 1b at 2048, 0.03 for 1m, whose vocabulary is
+    It is 1.8 for the 8b preset at 8192 positions, 3.7 for 1b at 2048, and 0.03 for 1m, whose vocabulary is
     bytes.
     """
     head = 6.0 * sizes.vocab_size * sizes.dim

@@ -18,8 +18,10 @@ from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
-from inner.optim.build import build_optimizers, lr_at, set_lr
-from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
+from inner.optim.build import build_optimizers
+from inner.optim.clipping import clip_gradients, squared_norm
+from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
+from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.muon.orthogonalise import product_dtype
 from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
 from inner.optim.spikes import Spike, SpikeWatch
@@ -48,15 +50,13 @@ class StepResult:
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those targets in nats; None if the loss or the gradient is not finite, or if there
-    was no target."""
+    """Mean over those targets in nats; None if it or the gradient is not finite, or without any."""
     lr: float
     grad_norm: float | None
     """Gradient norm before clipping; None if `loss` is None."""
     seconds: float
     is_skipped: bool
-    """Whether the gradient was discarded, because it was not finite, or because the loss was a
-    spike and the config skips spikes."""
+    """Whether the gradient was discarded, because it was not finite or the loss was a spike."""
     spike: Spike | None = None
     """The spike, if the loss is one."""
     noise: GradientNoise | None = None
@@ -79,22 +79,18 @@ class TrainerSettings:
     eos_id: int | None = None
     """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
     init_from: Path | None = None
-    """Folder with the initial weights in Hugging Face's layout. None: they are drawn from the
-    seed."""
+    """Folder with initial weights in Hugging Face's layout. None: they are drawn from the seed."""
     draw_weights: Callable[[LocalParams, Sequence[Transformer], int], None] = initialise
-    """Function that draws the initial weights. A measurement that compares no weights may fill them
-    quickly on the device."""
+    """Function that draws the initial weights. Speed tests may replace it by one that is faster."""
 
 
 class Trainer:
-    """A model, its optimizers and its position in the learning-rate schedule. Every rank builds one
-    and steps it."""
+    """A model, its optimizers and its position in the schedule. Every rank builds and steps one."""
 
-    stages: list[Transformer]
+    model_parts: list[Transformer]
     """This rank's pipeline stages; the whole model when pp is 1."""
     inner_step: int
-    """Number of inner steps so far, including skipped ones. A joining island sets it to continue
-    the schedule."""
+    """Number of inner steps so far, also skipped ones. A joining island sets it to the run's."""
 
     def __init__(
         self,
@@ -112,28 +108,27 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
-        """Number of inner steps before the current series of steps without a finite loss and
-        gradient; None if there is none."""
+        """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
             check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
         dtype = COMPUTE_DTYPES[settings.compute_dtype]
         layout = Layout(model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss)
-        self.stages = build_stages(layout)
-        self.params = LocalParams(build_whole(layout), self.stages)
+        self.model_parts = build_stages(layout)
+        self.params = LocalParams(build_whole(layout), self.model_parts)
         if isinstance(model, OwnModel):
-            initialise_own_model(self.params, self.stages[0], settings.seed)
+            initialise_own_model(self.params, self.model_parts[0], settings.seed)
         elif settings.init_from is None:
-            settings.draw_weights(self.params, self.stages, settings.seed)
+            settings.draw_weights(self.params, self.model_parts, settings.seed)
         else:
-            load_weights(self.params, self.stages, settings.init_from)
+            load_weights(self.params, self.model_parts, settings.init_from)
         names = [spec.name for spec in self.params.specs]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
-        self.optimizers = build_optimizers(self.stages, names, optimizer_config, muon_dtype)
+        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
         self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
-        self._runner = build_runner(layout, self.stages, settings.micro_batch, self.micro_batches_per_step)
+        self._runner = build_runner(layout, self.model_parts, settings.micro_batch, self.micro_batches_per_step)
 
     @property
     def data_rank(self) -> int:
@@ -151,22 +146,19 @@ class Trainer:
         )
 
     def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
-        """Train on sequences of length `seq_len` from now on, with the config's lr and tokens per
-        step.
+        """Use sequences of length `seq_len` and the config's lr and tokens per step from now on.
 
-        `seq_len` is at most the seq_len of the settings. Every rank must call it between the same
-        two steps.
+        The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
         """
         assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
         self._seq_len, self._config = seq_len, optimizer_config
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
-        """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100
-        is ignored.
+        """Make one inner step on int64 micro-batches (micro_batch, seq_len + 1) on the CPU.
 
-        Every rank must call it with the same number of micro-batches, and ranks with equal
-        data_rank with the same micro-batches. A non-finite loss or gradient on any rank skips the
-        step on all ranks. Too many consecutive steps of this kind raise TrainingStopped on all
+        Targets of -100 are ignored. Every rank must call it with the same number of micro-batches,
+        and ranks with equal data_rank with the same ones. A non-finite loss or gradient on any rank
+        skips the step on all ranks; too many such steps in a row raise TrainingStopped on all
         ranks. A loss spike may also skip the step, see SpikeConfig.
         """
         started_at = time.perf_counter()
@@ -174,9 +166,8 @@ class Trainer:
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
-        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
-        # This is the only place where the host waits for the device. The sums are the same on all
-        # ranks, so all decide alike.
+        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
+        # The host waits for the device only here. All ranks see the same sums, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
         is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
         spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
@@ -202,11 +193,10 @@ class Trainer:
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
-        """Return the summed loss in nats and the number of tokens over all ranks' windows. The
-        training state is unchanged.
+        """Return the summed loss in nats and the number of tokens over all ranks' windows.
 
         Every rank must call it, and ranks with equal data_rank with the same windows. The number of
-        windows may differ between data ranks and may be zero.
+        windows may differ between data ranks and may be zero. The training state is unchanged.
         """
         here = list(windows)
         most = torch.tensor(len(here), device=self._device)
@@ -215,14 +205,14 @@ class Trainer:
         empty = empty_window(self.settings.micro_batch, self._seq_len)
         padded = here + [empty] * (int(most) - len(here))
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
-        for stage in self.stages:
+        for stage in self.model_parts:
             free_gathered_weights(stage)
         loss_sum, tokens = self._sum(torch.stack([my_loss.double(), self._counted_tokens(here)])).tolist()
         return loss_sum, int(tokens)
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
-        """Compute the gradient of the mean loss over `num_tokens` targets, and return this rank's
-        summed loss."""
+        """Compute the gradient of the mean loss over all targets. Return this rank's summed
+        loss."""
         my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
         return my_loss
@@ -232,12 +222,10 @@ class Trainer:
         return every > 0 and self.inner_step % every == 0
 
     def _measure_small_batch(self, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
-        """Return the number of targets of the step's small batch, and the squared norm of its mean
-        gradient.
+        """Return number of targets and squared norm of the mean gradient of the step's small batch.
 
-        It runs over all sequences, but with targets in the small batch only, because this is the
-        same on every mesh. It leaves no gradient, and does not change the result of a later
-        backward. Every rank must call it.
+        It runs over all sequences, with targets in the small batch only, which is the same on every
+        mesh. It leaves no gradient and does not change a later backward. Every rank must call it.
         """
         count = self.settings.micro_batch
         first = self.data_rank * len(micro_batches) * count
@@ -246,7 +234,7 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(kept))
         batches = map(self._cutter, micro_batches)
         self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
-        square = self._sum(squared_norm(self.stages))
+        square = self._sum(squared_norm(self.model_parts))
         self._zero_gradients()
         return float(num_tokens), float(square)
 
@@ -255,19 +243,16 @@ class Trainer:
             optimizer.zero_grad()
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
-        """Return the number of valid targets, or 0 unless this is the first of the ranks that read
-        the same sequences; 0-dim fp64.
+        """Return the number of valid targets on one of the ranks with the same windows, else 0.
 
-        The number is counted on the CPU, where the text is, and written on the device, so that
-        neither waits for the other.
+        It is counted on the CPU and written on the device (0-dim fp64), so that neither waits.
         """
         at = self.mesh.at
         count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
         return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss on the first tensor-parallel rank and 0 on the others, which have the
-        same loss."""
+        """Return the loss on the first tensor-parallel rank and 0 on others, to count it once."""
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -279,32 +264,27 @@ class Trainer:
         return total
 
     def _sum_gradients(self) -> None:
-        """Add up the parts of a weight's gradient that different ranks, or different stages of a
-        rank, have computed."""
-        sum_tied(self.stages, self._tied_ends)
+        """Add up the parts of a weight's gradient that different ranks or stages have computed."""
+        sum_tied(self.model_parts, self._tied_ends)
         if self.mesh.degrees.tp > 1:
             group = self.mesh.tp.get_group()
-            sum_over_tensor_ranks(self.stages, group, splits_stream=self._splits_stream)
+            sum_over_tensor_ranks(self.model_parts, group, splits_stream=self._splits_stream)
 
     def _update(self, lr: float, norm: float) -> None:
         """Clip the gradients and step the optimizers. `norm` is the gradient norm over the whole mesh."""
-        clip_norm = self._config.clip_norm
-        if clip_norm is not None and norm > clip_norm:
-            scale_gradients(self.stages, clip_norm / norm)
+        clip_gradients(self.model_parts, norm, self._config.clip_norm)
         set_lr(self.optimizers, lr)
         for optimizer in self.optimizers:
             optimizer.step()
 
     def go_on_after_broken_steps(self, inner_step: int) -> None:
-        """Continue at this inner step after an earlier state was loaded, because the losses were no
-        longer finite."""
+        """Continue at this inner step with an earlier state, because losses were not finite."""
         self.inner_step = inner_step
         self._skipped_in_a_row = 0
         self.broken_since = None
 
     def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
-        """Count consecutive steps without a finite gradient. Raises TrainingStopped if there are
-        too many."""
+        """Count consecutive non-finite steps. Raises TrainingStopped if there are too many."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
         if not is_broken:
             self.broken_since = None

@@ -1,8 +1,8 @@
 """Makes one model out of many islands. It knows named tensors and other islands, but no model and no trainer.
 
-What a program uses of it; everything else may change without notice (tests/test_floors.py holds `diloco` to this list):
+The parts that a program may use. All others may change without notice (tests/test_floors.py checks `diloco` for this):
 
-    config, errors, hooks, report, cost     settings, errors, named phases of a round, what happened, what a round costs
+    config, errors, hooks, report, cost     settings, errors, named phases of a round, reports, the cost of a round
     loop                                    build_loop and OuterLoop: begin, launch, land, finish; read this first
     connect.settings, connect.opening, connect.meeting, diagnostics
                                             the network of one rank, where islands meet; what `diloco doctor` asks of it

@@ -1,6 +1,8 @@
-"""What a round costs: its bytes, the host memory of the outer loop, and the speed of its work on this machine.
+"""The cost of a round: its bytes, the host memory of the outer loop, and the speed of its work on
+this machine.
 
-Bytes are counted on the parts themselves, so they are those of a real run. Nothing is launched.
+Bytes are counted on the parts themselves, so they equal the bytes of a real run. Nothing is
+launched.
 """
 
 import time
@@ -30,9 +32,11 @@ MEASURE_SECONDS = 0.02
 """Time spent measuring each kind of work."""
 MAX_ELEMENTS = 1 << 18
 COPIED_ELEMENTS = 1 << 22
-"""Elements copied when copies are measured; like a model they do not fit into the processor's cache."""
+"""Number of elements copied when copies are measured. Like a model, they do not fit into the
+processor's cache."""
 MESSAGE_SECONDS = 0.0004
-"""Host time of a payload. Measured once, on a virtual machine over gloo, because it takes several processes."""
+"""Host time per payload in seconds. It was measured once, on a virtual machine over gloo,
+because the measurement needs several processes."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,21 @@ class RoundBytes:
     num_elements: int
     num_parts: int
     sent_bytes: float
-    """Sent by an island, on average."""
+    """Bytes that an island sends, on average."""
     most_bytes: int
-    """Sent by the island that sends most."""
+    """Bytes that the island which sends most sends."""
     last_bytes: int
-    """Sent by a reducer after everything else has arrived: the mean of its last part, to every other island."""
+    """Bytes that a reducer sends after everything else has arrived: the mean of its last part,
+    to every other island."""
     mean_bytes: int
-    """Size of all means as they are sent."""
+    """Size of all means as they are sent, in bytes."""
     payload_bytes: int
-    """Size of what an island contributes, encoded once."""
+    """Size of an island's contribution, encoded once, in bytes."""
 
 
 def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
-    """Bytes of each round of one cycle, or of as many cycles as the moments need to repeat.
+    """Return the bytes of each round of one cycle, or of several cycles if the moments repeat only
+    after several.
 
     Raises InputError when the model has too few layers for the configured fragments.
     """
@@ -77,16 +83,18 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
 
 
 def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
-    """Each of `peers` islands gets the pseudo-gradient and the params of every part."""
+    """Count a gossip round: each of `peers` islands gets the pseudo-gradient and the params of
+    every part."""
     payloads = sum(codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
     num_elements = sum(part.num_elements for part in parts)
     return RoundBytes(num_elements, len(parts), peers * payloads, peers * payloads, 0, payloads, payloads)
 
 
 def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, audits: float) -> RoundBytes:
-    """A part's payloads go to its reducer, which sends its mean to all; gathered payloads go from all to all.
+    """Count an agreed round: a part's payloads go to its reducer, which sends its mean to all.
 
-    Each part but the gathered ones is audited `audits` times on average, and then its reducer sends all its payloads.
+    Gathered payloads go from all islands to all. Every other part is audited `audits` times on
+    average; in each audit its reducer sends all its payloads.
     """
     peers = num_islands - 1
     by_all = last_bytes = mean_bytes = payload_bytes = 0
@@ -111,11 +119,12 @@ def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, 
 def memory_bytes(
     outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int, num_ranks: int
 ) -> dict[str, float]:
-    """Host memory of the outer loop on one rank, by purpose; ranks carry equal shares of the parts.
+    """Return the bytes of host memory of the outer loop on one rank, by purpose. Ranks carry equal
+    shares of the parts.
 
-    The sum is held from the first round on, because a round's memory is kept for the next one; payloads that arrive,
-    those kept for audits and means for joiners may be fewer. Local params are not in it. Raises InputError as
-    `round_bytes` does.
+    The sum is in use from the first round on, because a round's memory is kept for the next one.
+    Arriving payloads, payloads kept for audits and means for joiners may need less. Local params
+    are not included. Raises InputError like `round_bytes`.
     """
     num_params = sum(prod(spec.shape) for spec in specs) / num_ranks
     num_moments = 2 * num_params if outer.moments else 0
@@ -133,7 +142,7 @@ def memory_bytes(
         name: size / num_ranks for name, size in _memory_of_a_round(outer, largest, num_islands, num_ranks).items()
     }
     if outer.coding.feedback is not None:
-        # Until the commit the old residuals are there as well as the new ones.
+        # Until the commit the old residuals are kept beside the new ones.
         residuals = FP32_BYTES * (1 + 1 / num_islands)
         memory["residuals of coding"] = residuals * (num_params + largest.num_elements / num_ranks)
     of_all_rounds = outer.rounds * outer.fragments * sum(each.mean_bytes for each in rounds) / len(rounds) / num_ranks
@@ -144,26 +153,30 @@ def memory_bytes(
 def moving_bytes(
     outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int, num_ranks: int, *, is_copied: bool
 ) -> float:
-    """Host memory of one rank, at most, while a fragment's slices become parts: beside `memory_bytes`, for a moment.
+    """Return the most bytes of host memory that one rank needs, besides `memory_bytes`, while
+    slices become parts.
 
-    Slices are copied to the host if they are on another device (`is_copied`), and what other ranks get lies in one
-    tensor of its own, as does what comes from them.
+    They are needed only for a short time. Slices are copied to the host if they are on another
+    device (`is_copied`). The data for other ranks are in one tensor, and the data from other ranks
+    in another one.
     """
     largest = max(sent.num_elements for sent in round_bytes(outer, specs, num_islands))
     return FP32_BYTES * largest / num_ranks * (is_copied + 2 * (1 - 1 / num_ranks))
 
 
 def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int) -> dict[str, float]:
-    """Bytes of an island while a round is under way, by purpose."""
+    """Return the bytes of an island during a round, by purpose."""
     codecs, peers = build_codec_choice(outer), num_islands - 1
     memory: dict[str, float] = {"a round's snapshot": FP32_BYTES * sizes.num_elements}
     if outer.gossip is not None:
-        # The island's own share as encoded, and both tensors of every member's share as decoded.
+        # The island's own share in encoded form, and both tensors of every member's share in
+        # decoded form.
         group_size = min(outer.gossip.group, num_islands)
         memory["a round's means"] = FP32_BYTES * sizes.num_elements
         memory["shares of a group"] = 2 * FP32_BYTES * group_size * sizes.num_elements + sizes.mean_bytes
         return memory
-    # Means in fp32 are read where they lie; others are decoded beside what joiners get.
+    # Means in fp32 are used in place. Other means are decoded, while the encoded form is kept for
+    # joiners.
     is_fp32 = isinstance(codecs.mean, Fp32Codec)
     memory["a round's means"] = sizes.mean_bytes + (0 if is_fp32 else FP32_BYTES * sizes.num_elements)
     in_flight = min(1.0, PARTS_IN_FLIGHT * num_ranks / sizes.num_parts)
@@ -176,25 +189,27 @@ def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpeed:
-    """Seconds per element (digest: per byte) that one core takes for the outer loop's own work."""
+    """Seconds per element (digest: per byte) that one core needs for the outer loop's own work."""
 
     encode: float
     decode: float
     merge: float
-    """Adding one participant's values to a sum."""
+    """Time to add one participant's values to a sum."""
     snapshot: float
-    """Copying local params, and subtracting them from the global params."""
+    """Time to copy local params, and to subtract them from the global params."""
     step: float
-    """The outer step, and the digest of the new state."""
+    """Time of the outer step, and of the digest of the new state."""
     write: float
-    """Copying global params into local params."""
+    """Time to copy global params into local params."""
     digest: float
     message: float = 0.0
-    """Seconds per payload sent or received, spent in threads and system calls while no link is busy."""
+    """Seconds per payload sent or received that are spent in threads and system calls while no
+    link is busy."""
 
 
 def measure_host_speed(outer: OuterConfig) -> HostSpeed:
-    """Speed of the run's codec and optimizer on an idle core of this machine. Takes 0.25 s; results are cached."""
+    """Measure the run's codec and optimizer on an idle core of this machine. Takes 0.25 s;
+    results are cached."""
     used = {"codec": outer.codec, "coding": outer.coding, "optimizer": outer.optimizer}
     part_elements = min(outer.part_elements or MAX_ELEMENTS, MAX_ELEMENTS)
     return _measure_cached(OuterConfig(part_elements=part_elements, **used).model_dump_json())
@@ -216,7 +231,8 @@ def _measure(outer: OuterConfig) -> HostSpeed:
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0)) * 1e-3
     payload = codec.encode(values).clone()
     total, optimizer = WeightedSum(num_elements), OuterOptimizer({0: values.clone()}, outer.optimizer)
-    # Allocated beforehand: an island reuses its memory after the first round, a new process waits for the system's.
+    # Allocated before the measurement: an island reuses its memory after the first round, but new
+    # memory is slow at first.
     local, gathered, difference = (torch.zeros(COPIED_ELEMENTS) for _ in range(3))
 
     def snapshot() -> None:
@@ -243,7 +259,8 @@ def _measure(outer: OuterConfig) -> HostSpeed:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Thread time of one call: the best of several, so that other work on the machine does not count."""
+    """Return the thread time of one call in seconds: the best of several, so that other work on
+    the machine does not count."""
     action()
     durations: list[float] = []
     until = time.thread_time() + MEASURE_SECONDS

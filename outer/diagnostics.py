@@ -1,14 +1,14 @@
-"""Serves the calls of `diloco doctor`, which shows a user what is wrong with a link before a run uses it.
+"""Serves the calls of `diloco doctor`, which finds problems of a link before a run uses it.
 
     call         body           reply
     probe        empty          versions, time, config hash and round of the island
-    probe_bytes  {num_bytes}    that many zero bytes                      (bulk lane)
+    probe_bytes  {num_bytes}    `num_bytes` zero bytes                    (bulk lane)
     probe_sink   bytes          empty; the bytes are dropped              (bulk lane)
     dial_back    {address}      whether a `probe` at that address is answered
 
-A doctor is not an island: anybody who knows the address, and the run key if there is one, may call. Each rank therefore
-limits what it does per minute, so that nobody can use up its link, and dials back only the host of the caller, so that
-nobody can scan a network through it.
+A doctor is not an island: any program that knows the address, and the run key if there is one, may call. Each rank
+therefore limits its replies per minute, to protect its link. It dials back only the host of the caller, so that it
+cannot be used to scan a network.
 """
 
 import platform
@@ -26,9 +26,9 @@ from outer.network.messages import MAX_ROUND, Message, call_message, receive
 from outer.packages import MAX_VERSION_LENGTH, find_version
 
 MAX_PROBE_BYTES = 8 << 20
-"""Limit for one probe_bytes or probe_sink."""
+"""Limit for the bytes of one probe_bytes or probe_sink call."""
 BYTES_PER_MINUTE = 32 << 20
-"""Limit for each direction. A doctor needs less than half of it."""
+"""Limit for the bytes per minute in each direction. A doctor needs less than half of it."""
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
 MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
@@ -45,7 +45,7 @@ class ProbeReply(Message):
     """Version of the frame format (outer.network.frames.VERSION)."""
     unix_time: float = Field(ge=0, lt=1e11)
     age_seconds: float = Field(ge=0, lt=1e11)
-    """Time since the rank began to answer."""
+    """Time in seconds since the rank began to answer."""
     config_hash: str = Field(max_length=64, pattern=r"^[0-9a-f]*$")
     round: int = Field(ge=0, lt=MAX_ROUND)
 
@@ -60,7 +60,7 @@ class DialRequest(Message):
     """Body of a dial_back call."""
 
     address: str = Field(min_length=1, max_length=MAX_ADDRESS_LENGTH, pattern=r"^[\x21-\x7e]+$")
-    """A Messenger.address. A messenger reaches only addresses of its own kind."""
+    """A Messenger.address. A messenger can reach only addresses of its own kind."""
 
 
 class DialResult(Message):
@@ -82,7 +82,7 @@ class ProbeResponder:
     def respond(self, body: bytes) -> bytes:
         """Encode the reply to a probe. Raises MessageError if the probe has a body."""
         if body:
-            raise MessageError(f"a probe with a body of {len(body)} bytes, none expected")
+            raise MessageError(f"a probe has a body of {len(body)} bytes, none expected")
         now = {"unix_time": self._clock(), "age_seconds": time.monotonic() - self._began_at, "round": self._round()}
         return ProbeReply(versions=self._versions, wire=VERSION, config_hash=self._config_hash, **now).encode()
 
@@ -135,7 +135,8 @@ class Budget:
         self._left, self._seen_at = float(per_minute), time.monotonic()
 
     def spend(self, amount: int, what: str) -> None:
-        """Take `amount` out of the budget. Raises TransportError, which names `what`, when less is left."""
+        """Take `amount` out of the budget. Raises TransportError, which contains `what`, if less
+        is left."""
         now = time.monotonic()
         self._left = min(self._per_minute, self._left + (now - self._seen_at) * self._per_minute / 60)
         self._seen_at = now
@@ -145,6 +146,7 @@ class Budget:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of python and of PACKAGES, by name. Packages that are not installed are left out."""
+    """Return the versions of python and of PACKAGES, by name. Packages that are not installed
+    are left out."""
     found = {package: find_version(package) for package in PACKAGES}
     return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}

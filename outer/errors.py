@@ -7,7 +7,7 @@ OuterError            a failed round
   TransportError      the network; the round is aborted and training continues
     PeerLost
     DeadlineError
-      StalledError    a reduce that only one island holds up
+      StalledError    a reduce that only one island delays
     MessageError
       PoisonError     a payload that would put inf or nan into a mean
       AuditError      a mean that its reducer cannot account for
@@ -21,13 +21,14 @@ import re
 from collections.abc import Collection
 
 _OF_COLLECTIVES = re.compile(r"gloo/transport|\bgloo\b.*onnection|NCCL|ProcessGroup|TCPStore|Connection reset by peer")
-"""In the errors of torch.distributed when a process at the other end has ended."""
+"""Texts in the errors of torch.distributed that mean that a process at the other end has ended."""
 
 MAX_LISTED = 8
 
 
 def list_some(causes: Collection[str]) -> str:
-    """The first causes on one line, and how many there are besides: a run may have a thousand islands.
+    """Return the first MAX_LISTED causes on one line, and the number of the others: a run may have
+    a thousand islands.
 
     >>> list_some([f"island-{number}: no answer" for number in range(10)])[-42:]
     'island-7: no answer; and of 2 more islands'
@@ -41,15 +42,17 @@ class InputError(ValueError):
 
 
 class UnreachableError(InputError):
-    """None of the addresses of the swarm answers: they are wrong, or nobody is there yet, or any more."""
+    """None of the addresses of the swarm answers: they are wrong, or no island is there yet, or
+    all islands have ended."""
 
 
 class DifferingConfigsError(InputError):
-    """The swarm shows several configs of one run, and nothing says which of them is the run's."""
+    """The swarm has several configs of one run, and it cannot be decided which of them is the
+    run's."""
 
 
 class OuterError(RuntimeError):
-    """Base class of the errors that a round may fail with."""
+    """Base class of the errors of failed rounds."""
 
 
 class TransportError(OuterError):
@@ -71,7 +74,8 @@ class DeadlineError(TransportError):
 class StalledError(DeadlineError):
     """A reduce did not end in time, and only the payloads of island `peer` are missing.
 
-    `of_means`: only means that it reduces, for which it may itself wait for others.
+    `of_means`: only means that it reduces are missing, for which it may itself be waiting for other
+    islands.
     """
 
     def __init__(self, peer: str, limit_seconds: float, *, of_means: bool) -> None:
@@ -96,13 +100,15 @@ class AuditError(MessageError):
     """Island `peer` cannot account for the mean of a part that it reduced."""
 
     def __init__(self, peer: str, cause: str, *, is_wrong: bool) -> None:
-        """`is_wrong`: the mean is not that of the payloads. Otherwise the island did not show them."""
+        """Create the error. `is_wrong`: the mean is not the mean of the payloads. Otherwise the
+        island did not show the payloads."""
         super().__init__(cause)
         self.peer, self.is_wrong = peer, is_wrong
 
 
 class NonFiniteError(OuterError):
-    """A tensor to be encoded holds inf or nan. `index` is the first such element."""
+    """A tensor to be encoded contains inf or nan. `index` is the index of the first such
+    element."""
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value}: a codec takes finite values only")
@@ -126,7 +132,8 @@ class RankLost(RuntimeError):
 
 
 def name_lost_rank(error: BaseException) -> BaseException:
-    """A RankLost if an error of torch.distributed says that a rank of the island has ended, else the error itself."""
+    """Return a RankLost if an error of torch.distributed means that a rank of the island has
+    ended, otherwise the error itself."""
     if isinstance(error, RankLost | OuterError) or not isinstance(error, RuntimeError):
         return error
     if not _OF_COLLECTIVES.search(str(error)):
@@ -135,18 +142,19 @@ def name_lost_rank(error: BaseException) -> BaseException:
 
 
 def is_about_run_key(cause: str) -> bool:
-    """Whether the text of an error says that run keys differ. They do not change by themselves."""
+    """Return whether an error's text reports differing run keys, which a retry cannot cure."""
     return "run key" in cause
 
 
 def first_line(error: BaseException) -> str:
-    """One line that says what went wrong: the cause of a PeerLost, the error's first line, or the name of its type."""
+    """Return one line about an error: the cause of a PeerLost, the error's first line, or the
+    name of its type."""
     text = error.cause if isinstance(error, PeerLost) else str(error)
     return (text or type(error).__name__).splitlines()[0][:300]
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The first error in an exception group, however deeply it is nested."""
+    """Return the first error in an exception group, however deeply it is nested."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,9 @@
-"""How long a message may be, and how many items it may have: both follow from the bounds of its fields.
+"""Limits for the length of a message and for its number of items. Both follow from the bounds of
+its fields.
 
-A peer's bytes are parsed only if they keep within these limits, so that no message costs more than its kind may. What
-is counted are bytes, and items: the opening brackets and the commas, wherever they stand.
+A peer's bytes are parsed only if they are within these limits, so that no message costs more than
+its kind may cost. The limits count bytes and items: the opening brackets and the commas, even
+inside texts.
 """
 
 from collections.abc import Mapping
@@ -12,20 +14,20 @@ from typing import Any
 from pydantic import BaseModel
 
 MAX_BYTES = 5 << 20
-"""Limit for any message: a proof of 17 certificates of 1,024 islands fits."""
+"""Limit for the bytes of any message: a proof of 17 certificates of 1,024 islands fits."""
 MAX_ITEMS = 1 << 16
-"""Limit for any message: a plan of 1,024 islands of 16 ranks each fits."""
-_ESCAPED_BYTES = 6  # of a character in JSON, if it is a control character
+"""Limit for the items of any message: a plan of 1,024 islands of 16 ranks each fits."""
+_ESCAPED_BYTES = 6  # size of a control character in JSON
 _FLOAT_BYTES = 25
 _COLLECTIONS = ("list", "tuple", "dict", "set")
 
 Schema = Mapping[str, Any]
-"""A core schema of pydantic, in which the bounds of all fields stand."""
+"""A core schema of pydantic, which contains the bounds of all fields."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The longest message of a kind."""
+    """The size of the longest message of a kind."""
 
     num_bytes: int
     num_items: int
@@ -38,12 +40,13 @@ class Limit:
 
 
 class UnboundedFieldError(TypeError):
-    """A field of a message has no bound: a mistake of ours, which a test finds."""
+    """A field of a message has no bound. This is a programming error, which a test finds."""
 
 
 @lru_cache(maxsize=256)
 def limit_of(model: type[BaseModel]) -> Limit:
-    """The limit of a kind of message. Raises UnboundedFieldError if one of its fields has no bound."""
+    """Return the limit of a kind of message. Raises UnboundedFieldError if one of its fields has
+    no bound."""
     schema: Any = model.__pydantic_core_schema__
     definitions = {each["ref"]: each for each in schema.get("definitions", ())}
     longest = _measure(schema, definitions, model.__name__)
@@ -51,7 +54,7 @@ def limit_of(model: type[BaseModel]) -> Limit:
 
 
 def excess(model: type[BaseModel], body: bytes) -> str:
-    """What a message has too much of, in words; "" if it keeps within its limit."""
+    """Return a text about what exceeds a message's limit; "" if the message is within the limit."""
     limit = limit_of(model)
     if len(body) > limit.num_bytes:
         return f"a {model.__name__} of {len(body)} bytes, at most {limit.num_bytes} are allowed"
@@ -61,12 +64,13 @@ def excess(model: type[BaseModel], body: bytes) -> str:
 
 
 def count_items(body: bytes) -> int:
-    """The opening brackets and commas in a text."""
+    """Return the number of opening brackets and commas in a text."""
     return sum(body.count(character) for character in (b"[", b"{", b","))
 
 
 def fail_fast(schema: Any) -> Any:
-    """The schema, in which the first wrong item of every list, tuple and dict ends the parse."""
+    """Return the schema with parsing changed to stop at the first wrong item of every list,
+    tuple and dict."""
     if isinstance(schema, dict):
         if schema.get("type") in _COLLECTIONS:
             schema["fail_fast"] = True
@@ -79,7 +83,7 @@ def fail_fast(schema: Any) -> Any:
 
 
 def _measure(schema: Schema, definitions: Mapping[str, Schema], where: str) -> Limit:
-    """The longest JSON that this part of a schema lets through."""
+    """Return the size of the longest JSON that this part of a schema accepts."""
 
     def inner(part: Schema, name: str = "") -> Limit:
         return _measure(part, definitions, f"{where}.{name}" if name else where)
@@ -123,7 +127,7 @@ def _measure(schema: Schema, definitions: Mapping[str, Schema], where: str) -> L
 
 
 def _measure_value(schema: Schema, where: str) -> Limit:
-    """The longest JSON of a text or a number."""
+    """Return the size of the longest JSON of a text or a number."""
     match schema["type"]:
         case "str":
             length = _bound(schema, ("max_length",), where)
@@ -139,11 +143,11 @@ def _measure_value(schema: Schema, where: str) -> Limit:
             return Limit(5, 0)
         case "literal":
             return Limit(2 + max(len(str(value)) for value in schema["expected"]), 0)
-    raise UnboundedFieldError(f"{where}: nobody knows how long a {schema['type']} can be")
+    raise UnboundedFieldError(f"{where}: the length of a {schema['type']} has no known bound")
 
 
 def _collection(content: Limit, number: int) -> Limit:
-    """With its brackets, and commas between so many items."""
+    """Return the size of a collection: brackets, its content, and commas between `number` items."""
     return content + Limit(2 + number, 1 + number)
 
 
@@ -153,7 +157,7 @@ def _repeated(item: Limit, schema: Schema, where: str) -> Limit:
 
 
 def _bound(schema: Schema, names: tuple[str, ...], where: str) -> int:
-    """The bound under one of these names."""
+    """Return the bound under the first of these names that the schema has."""
     for name in names:
         if schema.get(name) is not None:
             return schema[name]
@@ -161,7 +165,7 @@ def _bound(schema: Schema, names: tuple[str, ...], where: str) -> int:
 
 
 def _longest_name(name: str, field: Schema) -> int:
-    """The longest name of a field in JSON, with its quotation marks."""
+    """Return the length of the longest name of a field in JSON, with its quotation marks."""
     choices = field.get("validation_alias") or [[name]]
     names = [choices] if isinstance(choices, str) else [each[0] for each in choices]
     return 2 + max(map(len, [name, *names]))

@@ -1,4 +1,4 @@
-"""The outer loop of one island: enter the run, then one round after every so many inner steps. Read this first.
+"""The outer loop of one island: enter the run, then make a round after each group of inner steps. Read this first.
 
     begin     enter the run, from the start or with the state of others
     launch    snapshot of a fragment's pseudo-gradient; its round runs in the background   (rounds/background.py)
@@ -6,9 +6,9 @@
     finish    the run is over: stay until the others have the last round
 
 An `Averager` decides how islands average: by agreed rounds (rounds/agreed.py) or by gossip (gossip/averager.py). With
-`outer.wait_for: quorum` rounds go on while an island trains, and rounds/quorum.py replaces launch and land.
+`outer.wait_for: quorum` rounds continue while an island trains, and rounds/quorum.py replaces launch and land.
 
-Every rank of the island makes the same calls in the same order; rank 0, the leader, speaks with other islands.
+Every rank of the island makes the same calls in the same order; rank 0, the leader, communicates with other islands.
 """
 
 import logging
@@ -65,16 +65,18 @@ class OuterLoop:
         self.config, self.replica, self.averager = config, replica, averager
         self.schedule, self.pace, self.pending = schedule, pace, pending
         self.worker = averager.event_loop.worker(f"{threading.current_thread().name} rounds")
-        """Makes this rank's rounds. No thread is made later, when there may be no memory for one."""
+        """The thread that makes this rank's rounds. It is created now, because later there may be no memory for a
+        thread."""
         self._in_flight: BackgroundRound | None = None
         self._ahead: dict[int, torch.Tensor] | None = None
-        """Eager updates: values by carried part that the fragment in flight is trained from; None: local params."""
+        """Eager updates: the values from which the fragment in flight is trained, by carried part; None: local
+        params."""
         self._resumed_units = 0
-        """Number of units read by the progress that a checkpoint held."""
+        """Number of units that the progress in a checkpoint had read."""
 
     @property
     def position(self) -> Position:
-        """Where the run stands, as far as this island knows."""
+        """The run's position, as far as this island knows."""
         return self.replica.position
 
     @property
@@ -84,28 +86,29 @@ class OuterLoop:
 
     @property
     def cursor(self) -> Cursor:
-        """Which units of data this rank reads."""
+        """The cursor with the units of data that this rank reads."""
         return self.pending.cursor
 
     @property
     def round(self) -> int:
-        """The round that inner steps are made for now: the one after the round in flight, if there is one."""
+        """The round for which inner steps are made now: the one after the round in flight, if there is one."""
         return self.position.round if self._in_flight is None else self._in_flight.snapshot.round + 1
 
     @property
     def begins_stage(self) -> bool:
-        """Whether `round` is the first of a stage of the run, for which the data of the stage before are closed."""
+        """Whether `round` is the first round of a stage of the run. The data of the earlier stage are closed then."""
         return self.round in self.replica.terms.stage_rounds
 
     @property
     def in_flight(self) -> int | None:
-        """The round that is launched and has not landed, if there is one."""
+        """The round that is launched and has not landed; None if there is none."""
         return None if self._in_flight is None else self._in_flight.snapshot.round
 
     # -- from the beginning to the end of a run ---------------------------------------------------------------
 
     def begin(self) -> Position:
-        """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
+        """Enter the run: with the state of islands that have committed a round, otherwise from the start together
+        with others."""
         has_taken = self.averager.enter()
         self.cursor.begin(self.position.round, self.position.ledger)
         if not has_taken:
@@ -113,20 +116,22 @@ class OuterLoop:
         return self.position
 
     def inner_steps(self) -> int:
-        """Number of inner steps for `round`, starting now: the schedule's, or fewer with dynamic local steps."""
+        """Return the number of inner steps for `round`, which starts now: the schedule's, or fewer with dynamic
+        local steps."""
         steps = self.schedule.steps(self.round)
-        # The leader decides: a round in flight may already have changed the pace of another rank.
+        # The leader decides, because a round in flight may already have changed the pace on another rank.
         return self.replica.ranks.on_leader(lambda: self.pace.begin(steps))
 
     def interruption(self, steps_left: int) -> Interruption:
-        """Why inner steps should end now, the same on every rank, or "". Call it after each inner step."""
+        """Return why inner steps should end now, or "". The result is the same on every rank. Call it after each
+        inner step."""
         return self.replica.ranks.on_leader(lambda: self._find_interruption(steps_left))
 
     def launch(self, tokens: int, earlier: EarlierState | None = None) -> None:
         """Start `round` with the island's progress since the last launch, made on `tokens` tokens.
 
         The round before must have landed, and `land` must be called before the next launch. With `earlier` this island
-        would rather go back to that state: if more than half of the islands offer the same, the round does so.
+        votes to go back to that state, which the round does if more than half of the participants name it.
         """
         assert self._in_flight is None, "one round is in flight at a time"
         snapshot = self.pending.snapshot(self.round, tokens)
@@ -135,10 +140,10 @@ class OuterLoop:
         self._in_flight = BackgroundRound(self.averager, snapshot, self.worker, earlier)
 
     def land(self) -> Landing:
-        """Wait for the round in flight, and continue from what it has committed.
+        """Wait for the round in flight, and continue from the state that it has committed.
 
-        Raises CaughtUp when others have committed without this island; OuterError when its own pseudo-gradient
-        cannot be used, or too few islands come, or too many attempts have failed.
+        Raises CaughtUp when others have committed without this island; OuterError when its own pseudo-gradient cannot
+        be used, too few islands join, or too many attempts have failed.
         """
         assert self._in_flight is not None, "there is a round in flight"
         snapshot, reports, waited = self._in_flight.snapshot, [], 0.0
@@ -155,7 +160,8 @@ class OuterLoop:
         return Landing(reports, waited)
 
     def merge(self, snapshot: Snapshot) -> None:
-        """The snapshot's round is committed: local params of its fragment continue from the global params."""
+        """Let local params of the snapshot's fragment continue from the global params, because the round is
+        committed."""
         self.averager.hooks.reached("applied", snapshot.round)
         self.pending.settle(snapshot, self.position)
         if self._ahead is None:
@@ -167,20 +173,20 @@ class OuterLoop:
     def catch_up(
         self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None
     ) -> CaughtUp | None:
-        """Take the state that survives. The returned error says whether this island's progress was put on top of it.
+        """Take the state that survives. The returned error contains whether this island's progress was put on top of
+        it.
 
-        None means that no reachable island has a newer state: this island's own survives, and nothing has
-        changed. Otherwise progress is kept when exactly one commit was missed, that commit belongs to this island's own
-        history and does not contain the progress, and no other island has been given the data. Progress that was kept
-        once and misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in
-        flight.
+        None means that no reachable island has a newer state: this island's own survives, and nothing has changed.
+        Otherwise progress is kept when exactly one commit was missed, that commit belongs to this island's own history
+        and does not contain the progress, and no other island has leased the data. Progress that was kept once and
+        misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in flight.
         """
         digest, progress = self.digest, self.replica.pseudo_grads()
         for part, values in (self._ahead or {}).items():
-            # Local params were trained from these values, from which the pseudo-gradient in flight was taken out.
+            # Local params were trained from these values, which do not contain the pseudo-gradient in flight.
             progress[part] += values - self.replica.carried.parts[part] + (sent or {})[part]
         if (taken := self.averager.take_state()) is None:
-            log.warning("no reachable island has a newer state: going on from round %d", self.position.round)
+            log.warning("no reachable island has a newer state: continuing from round %d", self.position.round)
             self.averager.announce()
             return None
         self._ahead = None
@@ -197,36 +203,37 @@ class OuterLoop:
         return CaughtUp(behind.cause, is_kept=is_kept)
 
     def rewind(self) -> None:
-        """Give up what inner steps have made of the local params since the last commit. No round may be in flight."""
+        """Drop the changes of inner steps to the local params since the last commit. No round may be in flight."""
         assert self._in_flight is None, "a round in flight would be merged into params that do not contain it"
         self.replica.take_over()
 
     def finish(self) -> None:
-        """The run is over: stay until the others have the last round; take it from them if this island has not."""
+        """End the run: stay until the others have the last round, or take it from them if this island does not have
+        it."""
         if self.replica.ranks.on_leader(self.averager.linger) and self.averager.take_state() is None:
-            log.warning("others end with another state than this island, and it cannot be taken")
+            log.warning("other islands end with another state than this one, and their state cannot be taken")
         self.leave()
 
     def leave(self, steps: int = 0) -> None:
-        """Say goodbye, `steps` inner steps into the round; only the goodbye itself is waited for."""
+        """Send a goodbye, `steps` inner steps into the round. Wait for nothing else."""
         self.averager.leave(steps)
 
     # -- the state --------------------------------------------------------------------------------------------
 
     def global_params(self) -> AbstractContextManager[None]:
-        """Local params hold the global params inside the context. No round may be in flight."""
+        """Return a context in which local params hold the global params. No round may be in flight."""
         assert self._in_flight is None, "what a round in flight will commit is not known yet"
         return self.replica.global_params()
 
     def moment_steps(self, landed: int | None = None) -> dict[str, int]:
-        """Inner steps of the run behind the averaged second moments that replaced the local ones, by parameter.
+        """Return the run's inner steps in the averaged second moments that replaced the local ones, by parameter.
 
-        `landed` is the round that has just landed; None stands for a state taken from others. 0: never averaged.
+        `landed` is the round that has just landed; None stands for a state taken from others. 0 means never averaged.
         """
         return count_moment_steps(self.replica.space, self.schedule, self.position.round, landed)
 
     def save(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """This rank's tensors for a checkpoint, not copied, and its facts. No round may be in flight."""
+        """Return this rank's tensors for a checkpoint, not copied, and its facts. No round may be in flight."""
         assert self._in_flight is None, "what a round in flight will commit is not known yet"
         memory, units = self.averager.memory, count(self.cursor.read)
         averager, weights = self.averager, self.pending.weights
@@ -234,22 +241,22 @@ class OuterLoop:
         return checkpoint.collect_tensors(self.replica, memory), facts
 
     def allocate(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Zero tensors to load those of the saved tensors into that this rank needs, for `restore`."""
+        """Return zero tensors to load into, for the saved tensors that this rank needs. Pass them to `restore`."""
         return checkpoint.allocate(self.replica, self.averager.memory, names)
 
     def read_earlier(self, tensors: Mapping[str, torch.Tensor], facts: object) -> EarlierState:
-        """The global state that a checkpoint holds, for `launch`. Nothing changes. Raises InputError."""
+        """Return the global state of a checkpoint, for `launch`. Nothing changes. Raises InputError."""
         return checkpoint.read_earlier(self.replica, checkpoint.parse_facts(facts), tensors)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: object) -> None:
-        """Go on from a checkpoint; call it before `begin`, after loading local params. Raises InputError."""
+        """Resume from a checkpoint. Call it before `begin`, after loading local params. Raises InputError."""
         parsed = checkpoint.parse_facts(facts)
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
         self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
         self.averager.resume(parsed.proof)
 
     def _take_earlier(self, snapshot: Snapshot) -> None:
-        """The snapshot's round went back to an earlier state: local params continue from it, without the progress."""
+        """Let local params continue from the earlier state to which the round went back, without the progress."""
         self.averager.hooks.reached("applied", snapshot.round)
         self.pending.settle(snapshot, self.position)
         self.pending.weights = [0] * len(self.pending.weights)
@@ -257,7 +264,8 @@ class OuterLoop:
         self.replica.take_over()
 
     def _try_to_land(self, in_flight: BackgroundRound) -> tuple[list[RoundReport], float]:
-        """Reports of the round's attempts and the seconds spent waiting; no reports if the round was started again."""
+        """Return reports of the round's attempts and the seconds spent waiting; no reports if the round was started
+        again."""
         snapshot = in_flight.snapshot
         try:
             return in_flight.land()
@@ -275,7 +283,7 @@ class OuterLoop:
         if self.pace.seconds_left <= 0:
             return "time is up"
         if self._in_flight is not None:
-            # Nobody waits for this island, whose round is in flight; stop only if that round has failed.
+            # Islands do not wait for this one, whose round is in flight, so stop only if that round has failed.
             return "behind" if self._in_flight.has_failed else ""
         return self.averager.interruption(min(steps_left * self.pace.step_seconds, self.pace.seconds_left))
 
@@ -289,7 +297,7 @@ def build_loop(
     event_loop: EventLoop,
     settings: LoopSettings | None = None,
 ) -> OuterLoop:
-    """The outer loop of one rank, with the averager that the config asks for. Every rank calls it together."""
+    """Build the outer loop of one rank, with the averager that the config selects. Every rank calls it together."""
     settings = settings or LoopSettings()
     pace = Pace(config, identity.island, Deadlines(config.wait_seconds), settings.now)
     schedule = build_schedule(config)
@@ -308,10 +316,10 @@ def build_loop(
 
 
 def build_quorum_rounds(outer: OuterLoop, total_tokens: int | None) -> QuorumRounds:
-    """Rounds that wait for a quorum only, for an outer loop whose config has `wait_for: quorum`.
+    """Build the rounds that wait only for a quorum, for an outer loop whose config has `wait_for: quorum`.
 
     The run is over when `total_tokens` are committed, or never (None).
     """
     averager = outer.averager
-    assert isinstance(averager, AgreedAverager), "gossip waits for nobody"
+    assert isinstance(averager, AgreedAverager), "gossip has no quorum"
     return QuorumRounds(averager, outer.pending, outer.schedule, total_tokens, outer.catch_up, outer.worker)

@@ -1,7 +1,8 @@
-"""Code of the user's own that the outer config names: a codec, a merge rule, an outer optimizer.
+"""The user's own code that the outer config names: a codec, a merge rule, an outer optimizer.
 
-Nothing is imported here. The program provides what a config of the operator names, or what the operator has allowed;
-what only a swarm's config names is never there. docs/extending.md says what such code must do.
+Nothing is imported here. The program provides code that the operator's config names, or that the
+operator has allowed. Code that only a swarm's config names is never provided. docs/extending.md
+describes what such code must do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from outer.errors import InputError
 
 T = TypeVar("T")
 Claim = Callable[[T], bool]
-"""Tries one thing that own code must do, which its docstring says."""
+"""A function that checks one requirement for own code. Its docstring states the requirement."""
 _provided: dict[str, Callable[..., Any]] = {}
 
 
@@ -23,16 +24,18 @@ def provide(path: str, target: Callable[..., Any]) -> None:
 
 
 def find(path: str, key: str) -> Callable[..., Any]:
-    """The class or function that `key` of the config names by `path`. Raises InputError if nobody has provided it."""
+    """Return the class or function that `key` of the config names by `path`. Raises InputError
+    if it was not provided."""
     if path not in _provided:
         raise InputError(
-            f"{key}: got {path!r}, code that a run of others names; it is not imported here (island.allow_imports)"
+            f"{key}: got {path!r}, which a run of others names; it is imported only if island.allow_imports allows it"
         )
     return _provided[path]
 
 
 def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
-    """Call what `path` names with the options as keyword arguments. Raises InputError if it does not take them."""
+    """Call the object that `path` names, with the options as keyword arguments. Raises
+    InputError if it does not accept them."""
     target = find(path, key)
     try:
         return target(**options)
@@ -44,7 +47,8 @@ def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
 
 
 def require(claims: Sequence[Claim[T]], subject: T, where: str) -> None:
-    """Try each claim. Raises InputError with the first that does not hold; `where` names key and subject."""
+    """Check each requirement. Raises InputError with the first one that does not hold. `where`
+    names key and subject."""
     for claim in claims:
         try:
             holds = claim(subject)
@@ -59,7 +63,8 @@ def _say(claim: Claim[T], where: str) -> str:
 
 
 def once(build: Callable[[str, Options], T]) -> Callable[[str, Options], T]:
-    """`build`, whose result for a path and options is made once and kept: a step asks for it each time."""
+    """Return `build` with a cache: the result for a path and options is built once, because
+    every step requests it."""
 
     @cache
     def built(path: str, options: tuple[tuple[str, Any], ...]) -> T:

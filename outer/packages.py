@@ -1,4 +1,4 @@
-"""Which of other people's packages are installed. Importing this imports none of them."""
+"""Versions of installed third-party packages. Importing this module imports none of them."""
 
 import logging
 from functools import cache
@@ -14,9 +14,10 @@ MAX_VERSION_LENGTH = 64
 
 @cache
 def find_version(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed or, with a warning, if nobody can tell.
+    """Return the version of an installed package; None if it is not installed or, with a warning,
+    if it cannot be read.
 
-    Packages are other people's files, which may be damaged or just being replaced: nothing is raised.
+    A package's files may be damaged or may just be replaced. Nothing is raised.
     """
     try:
         return version(package)[:MAX_VERSION_LENGTH]
@@ -28,16 +29,17 @@ def find_version(package: str) -> str | None:
 
 
 MEET_ELSEWHERE = "let the islands meet at a rendezvous (`diloco bootstrap --rendezvous tcp`), over tls or gloo"
-"""What can be done without a DHT."""
+"""The cure where there is no DHT."""
 
 
 def has_hivemind() -> bool:
-    """Whether hivemind is installed."""
+    """Return whether hivemind is installed."""
     return find_spec("hivemind") is not None
 
 
 def require_hivemind(what: str, instead: str = "set outer.transport=tls") -> None:
-    """Raise InputError if hivemind is not installed. `what` needs it; `instead` says how to do without."""
+    """Raise InputError if hivemind is not installed. `what` needs it; `instead` names an
+    alternative."""
     if not has_hivemind():
         raise InputError(
             f"{what} needs the package hivemind, which is not installed here; pip install 'diloco[hivemind]', or "

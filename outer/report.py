@@ -13,20 +13,20 @@ from outer.leases.ranges import Ranges, triple
 
 @dataclass(frozen=True)
 class Waiting:
-    """What an island waits for at the end of a round."""
+    """The islands and other things for which an island waits at the end of a round."""
 
     round: int
     phase: Literal["gathering", "voting"]
     seconds: float
-    """How long it has waited."""
+    """The time in seconds for which it has waited."""
     islands: Mapping[str, str]
-    """Why the round goes on without, or waits for, each of these islands."""
+    """Causes why the round waits for these islands or continues without them, by island."""
     cause: str = ""
-    """What else keeps the round from going on, as too few islands."""
+    """Another cause that stops the round from continuing, such as too few islands."""
 
     def __str__(self) -> str:
         islands = (
-            "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "all that are known have come"
+            "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "all known islands are here"
         )
         return (
             f"round {self.round}: {self.phase} for {self.seconds:.0f} s; {self.cause}{'; ' * bool(self.cause)}{islands}"
@@ -35,18 +35,19 @@ class Waiting:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How the outer loop runs on this island, besides the config that all islands share."""
+    """Settings for the outer loop on this island, besides the config that all islands share."""
 
     max_tokens: int = 1 << 52
-    """The most tokens that any island may claim for a round; larger claims are refused."""
+    """Largest number of tokens that any island may claim for a round; larger claims are refused."""
     joins: bool = False
-    """Never begin a run: take the state of other islands."""
+    """Whether the island must take the state of other islands and never begin a run."""
     index: int = 0
-    """Which of the first leases of data belongs to this island; from start_islands on, none."""
+    """Index of the island's lease among the first leases of data. An island with an index of
+    start_islands or more has none."""
     stage_rounds: tuple[int, ...] = ()
-    """The first round of each stage of the run after the first."""
+    """The first round of each stage of the run after the first stage."""
     owners: tuple[str, ...] = ()
-    """Islands with data of their own, whose units the ledger counts."""
+    """Islands with data of their own, whose trained units the ledger counts."""
     seed: int = 0
     """The run's seed; it decides the partners of each gossip round."""
     link_kbit: int = 0
@@ -57,21 +58,26 @@ class LoopSettings:
     now: Callable[[], float] = time.monotonic
     """The leader's clock for timed rounds, in seconds."""
     on_wait: Callable[[Waiting | None], None] = lambda waiting: None
-    """Called every few seconds in which a round makes no progress, and with None when it goes on.
+    """Function called every few seconds while a round makes no progress, and with None when it
+    continues.
 
-    Only on the leader, and on the event loop's thread, so it must return at once.
+    It is called only on the leader, on the event loop's thread, so it must return at once.
     """
     on_lost: Callable[[str, str], None] = lambda island, cause: None
-    """Called with an island that has lived until now and is lost, and the cause; as `on_wait` otherwise."""
+    """Function called with an island that has just become lost, and the cause. It is called like
+    `on_wait`."""
     on_download: Callable[[str], None] = lambda text: None
-    """Called every few seconds of a download of others' state with how much has come; on every rank, as `on_wait`."""
+    """Function called every few seconds of a download of other islands' state with its progress.
+    It is called on every rank, otherwise like `on_wait`."""
     on_abort: Callable[["RoundReport"], None] = lambda report: None
-    """Called with each attempt that is aborted, when that happens, on every rank and on the thread of the round."""
+    """Function called with each aborted attempt, immediately, on every rank and on the thread of
+    the round."""
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One attempt at a round as this island saw it. Bytes are those of all its ranks since the last report."""
+    """Report of one attempt at a round on this island. Bytes are totals of all its ranks since
+    the last report."""
 
     round: int
     attempt: int
@@ -82,34 +88,38 @@ class RoundReport:
     base: str
     """Digest of the committed state before the attempt."""
     units: Ranges
-    """Units of data behind this island's contribution to the attempt."""
+    """Units of data in this island's contribution to the attempt."""
     bytes_sent: int
     bytes_received: int
     reduce_seconds: float
     wait_seconds: float
     pseudo_grad_norm: float
     gated: dict[str, int]
-    """Number of parts that this island's leader, as their reducer, left out of the mean, by island."""
+    """Number of parts that this island's leader, as their reducer, left out of the mean, by
+    island."""
     cause: str
-    """Why the attempt was aborted; in a gossip run, which partners were left out and why."""
+    """Reason why the attempt was aborted; in a gossip run, which partners were left out and why."""
     is_own: bool = False
-    """Gossip only: the digest is that of this island's own state, which differs from the others'."""
+    """Gossip only: whether the digest is of this island's own state, which differs from the
+    others'."""
     listeners: list[str] = field(default_factory=list)
     """Observers: participants that contributed nothing because they were still training."""
     audited: int = 0
     """Number of parts of other reducers that this island recomputed."""
     planner: str = ""
-    """The island that planned the attempt: among more than four, the coordinator. Empty in a gossip run."""
+    """The island that planned the attempt; among more than four islands the coordinator. Empty
+    in a gossip run."""
     mean_norm: float | None = None
     """L2 norm of the mean, without moments; None if the reduce failed, or in a gossip run."""
     mean_cosine: float | None = None
-    """Cosine of the angle between this island's pseudo-gradient and the mean; None without either."""
+    """Cosine of the angle between this island's pseudo-gradient and the mean; None if one of the
+    two is missing."""
     signers: int = 0
-    """Islands whose signatures this island's certificate of the committed state has; 0 on ranks other than the leader,
-    or if it has none."""
+    """Number of islands whose signatures are in this island's certificate of the committed
+    state; 0 on ranks other than the leader, or without a certificate."""
 
     earlier: int | None = None
-    """The round to whose state the islands go back; None: they average."""
+    """The round whose state the islands go back to; None if they average."""
 
     def __str__(self) -> str:
         fate = "committed" if self.is_committed else "aborted"
@@ -133,13 +143,15 @@ class Landing:
 
     reports: list[RoundReport]
     waited_seconds: float
-    """Seconds that inner steps waited for it; the rest of the round ran in the background."""
+    """Seconds that inner steps waited for the round. The rest of the round ran in the
+    background."""
 
 
 class CaughtUp(OuterError):
-    """Others have committed without this island; it has taken their state and goes on from there.
+    """Others have committed without this island. It has taken their state and continues from there.
 
-    `is_kept`: its progress since the last commit was put on top of that state, as if it had been made there.
+    `is_kept`: its progress since the last commit was put on top of that state, as if it had been
+    made from there.
     """
 
     def __init__(self, cause: str, *, is_kept: bool) -> None:

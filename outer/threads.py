@@ -1,8 +1,10 @@
-"""Threads that are waited for with a limit, and a thread that is made once and then does one work after another.
+"""Threads with a limited wait for their start, and a thread that is created once and then does one
+task after another.
 
-`Thread.start` waits without limit until the new thread says that it runs. One that dies of a lack of memory before
-that never says so (CPython's gh-140746), so an island that made a thread for each round stood still for ever after a
-moment without memory. A worker's thread is made at the start of the process, when there is memory.
+`Thread.start` waits without limit until the new thread reports that it runs. A thread that dies for
+lack of memory before that never reports it (CPython's gh-140746), so an island that created a
+thread for each round could hang after a short lack of memory. A worker's thread is created at the
+start of the process, when there is memory.
 """
 
 import _thread
@@ -18,29 +20,32 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
-"""How long a new thread may take to begin. On a machine with other work it takes milliseconds."""
+"""The time in which a new thread must begin. On a busy machine it takes milliseconds."""
 POLL_SECONDS = 1.0
 
 
 class Joinable(Protocol):
-    """Work in another thread that has been started."""
+    """A task that has been started in another thread."""
 
     def join(self) -> None:
-        """Block until it has ended."""
+        """Block until the task has ended."""
 
 
 class Worker(Protocol):
-    """A thread that does one work after another, in the order of the calls."""
+    """Interface of a thread that does one task after another, in the order of the calls."""
 
     def start(self, work: Callable[[], None]) -> Joinable:
-        """Do `work`, which raises nothing, once the work before it is done. No process waits for it at its end."""
+        """Run `work`, which must not raise, after all earlier tasks. The process does not wait
+        for it at its end."""
         ...
 
 
 def start_thread(work: Callable[[], None], name: str, seconds: float = START_SECONDS) -> threading.Event:
-    """Run `work` in a new daemon thread. The result is set when the thread has ended, however that came.
+    """Run `work` in a new daemon thread. The returned event is set when the thread has ended, in
+    any way.
 
-    Raises RuntimeError, which names it, if there can be no new thread now, or it does not begin within `seconds`.
+    Raises RuntimeError, which contains `name`, if no thread can be created now, or it does not
+    begin within `seconds`.
     """
     has_begun, has_ended = threading.Event(), threading.Event()
 
@@ -58,7 +63,8 @@ def start_thread(work: Callable[[], None], name: str, seconds: float = START_SEC
 
 
 class ThreadWorker(Worker):
-    """The thread begins now and ends when nobody holds this object any more."""
+    """A worker with a thread of its own, which begins now and ends when this object is no longer
+    referenced."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +79,8 @@ class ThreadWorker(Worker):
 
 
 def started_executor() -> ThreadPoolExecutor:
-    """An executor like asyncio's own, all of whose threads are made now instead of on the event loop when needed."""
+    """Return an executor like asyncio's own. All its threads are created now, instead of on the
+    event loop when needed."""
     number = min(32, (os.cpu_count() or 1) + 4)
     executor, are_there = ThreadPoolExecutor(number, "work of the event loop"), threading.Barrier(number + 1)
     for _ in range(number):
@@ -83,7 +90,8 @@ def started_executor() -> ThreadPoolExecutor:
 
 
 class ProcessExecutor:
-    """One thread for work that all event loops of a process hand over. A fork has no threads, so it begins anew."""
+    """One thread for tasks from all event loops of a process. After a fork, which copies no
+    threads, it is created again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,7 +99,7 @@ class ProcessExecutor:
         os.register_at_fork(after_in_child=self._begin_anew)
 
     def make_thread(self) -> None:
-        """Make the thread now instead of on the event loop when it is needed."""
+        """Create the thread now, instead of on the event loop when it is needed."""
         self.executor.submit(int).result(START_SECONDS)
 
     def _begin_anew(self) -> None:
@@ -99,11 +107,12 @@ class ProcessExecutor:
 
 
 PARSING = ProcessExecutor("parse messages")
-"""Large messages are parsed in it, one at a time, so that they take little memory and the loop waits for one only."""
+"""Executor that parses large messages, one at a time, so that they take little memory and delay
+the loop little."""
 
 
 class _Piece:
-    """One piece of a worker's work."""
+    """One task of a worker."""
 
     def __init__(self, work: Callable[[], None], worker: str, worker_has_ended: threading.Event) -> None:
         self._work, self._worker, self._worker_has_ended = work, worker, worker_has_ended
@@ -116,15 +125,16 @@ class _Piece:
             self._is_done.set()
 
     def join(self) -> None:
-        """Block until it is done. Raises RuntimeError if its thread has ended before."""
-        # In short waits: a thread without memory may set the event and fail to wake who waits for it.
+        """Block until the task is done. Raises RuntimeError if its thread has ended before."""
+        # The waits are short, because a thread without memory may set the event and fail to wake
+        # the waiting thread.
         while not self._is_done.wait(POLL_SECONDS):
             if self._worker_has_ended.is_set() and not self._is_done.is_set():
                 raise RuntimeError(f"the thread {self._worker!r} has ended before its work was done")
 
 
 class _Server:
-    """What a worker's thread does. It does not hold the worker itself."""
+    """The loop of a worker's thread. It holds no reference to the worker itself."""
 
     def __init__(self, work: queue.SimpleQueue["_Piece | None"], name: str) -> None:
         self._work, self._name = work, name
@@ -135,5 +145,5 @@ class _Server:
             try:
                 piece.run()
             except Exception:
-                log.exception("a work that should raise nothing has raised")
-            del piece  # Nothing of it may live on while the thread waits for the next.
+                log.exception("a task that must not raise has raised an error")
+            del piece  # No reference may remain while the thread waits for the next task.

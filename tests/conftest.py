@@ -31,13 +31,16 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
 
 _LONG = """
-    parity scale integration examples faults hostile foreign test_base_install.py test_wheel.py
-    inner/checkpoint inner/parallel inner/measure inner/optim inner/data/streaming inner/test_trainer.py
-    outer/transports outer/rounds outer/membership outer/agreement/test_state_machine.py
-    diloco/status diloco/simulate diloco/experiments diloco/virtual diloco/watchdog diloco/own_loop diloco/checkpoints
+    parity scale integration examples faults hostile foreign test_base_install.py test_message_costs.py test_wheel.py
+    inner/checkpoint inner/parallel inner/measure inner/optim inner/data/streaming inner/data/test_mixture.py
+    inner/data/test_sources.py inner/model/test_init.py inner/test_trainer.py
+    outer/transports outer/network outer/transfer outer/rounds outer/membership outer/codecs/test_machines.py
+    outer/agreement/test_liveness.py outer/agreement/test_state_machine.py
+    diloco/status diloco/simulate diloco/experiments diloco/virtual diloco/watch diloco/watchdog diloco/own_loop
+    diloco/checkpoints diloco/doctor/test_swarm_checks.py diloco/records/test_metrics.py
 """
 LONG = [Path(__file__).parent / name for name in _LONG.split()]
-"""Tests that start many processes, or train on many meshes: four fifths of the time of the default suite."""
+"""Tests that start many processes, or train on many meshes: most of the time of the default suite."""
 assert all(each.exists() for each in LONG), "a folder or file of LONG has moved"
 
 
@@ -47,8 +50,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what is long where --quick asks for it."""
-    is_long = any(collection_path.is_relative_to(each) for each in LONG)
-    return True if is_long and config.getoption("--quick") else None
+    return True if is_long(collection_path) and config.getoption("--quick") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what is long first: processes that run files side by side then end at about the same time."""
+    items.sort(key=lambda item: not is_long(item.path))
+
+
+def is_long(path: Path) -> bool:
+    """Whether --quick leaves this folder or file out."""
+    return any(path.is_relative_to(each) for each in LONG)
 
 
 def pytest_configure(config: pytest.Config) -> None:

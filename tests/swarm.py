@@ -19,10 +19,13 @@ import torch
 from diloco.assemble import Runtime
 from diloco.config.schema import Config, parse_config
 from diloco.train import train
+from inner.measure.peak_flops import peak_flops
 from outer.membership.rendezvous import serve_rendezvous
 from tests.harness import begin_fork
 
 torch.set_num_threads(1)
+# An island measures when it starts what its device can do. Those that are forked here have it from this process.
+peak_flops("cpu", "float32")
 
 CLONE_NEWNET = 0x40000000
 GUARD_SECONDS = 150.0

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,25 @@ def find_packages() -> dict[str, str]:
     found, unreadable = dict[str, str](), list[str]()
     for each in distributions():
         try:
-            name, number = each.metadata["Name"], each.metadata["Version"]
+            name, number = read_name_and_version(each)
         except Exception:  # noqa: BLE001 - files of other packages may have any defect
-            name = number = None
-        if isinstance(name, str) and isinstance(number, str):
-            found.setdefault(name, number)
-        else:
             unreadable.append(str(getattr(each, "_path", each)))
+        else:
+            found.setdefault(name, number)
     if unreadable:
         log.warning("%s lacks packages whose metadata cannot be read: %s", FILE, ", ".join(unreadable[:MOST_NAMED]))
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def read_name_and_version(package: Distribution) -> tuple[str, str]:
+    """A package's name and version, from the head of its metadata. Raises KeyError if one of them is missing.
+
+    `Distribution.metadata` would parse the whole text, with the package's description, for each package and start.
+    """
+    text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+    head = text.partition("\n\n")[0]
+    fields = dict(line.split(": ", 1) for line in head.splitlines() if line.startswith(("Name: ", "Version: ")))
+    return fields["Name"], fields["Version"]
 
 
 def is_told(name: str) -> bool:

@@ -164,7 +164,11 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
             checkpoint.path.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            log.warning("%s: cannot be deleted (%s); the disk may fill up", checkpoint.path, error)
+            log.warning(
+                "%s: the checkpoint cannot be deleted (%s); delete it by hand, or the disk may fill up",
+                checkpoint.path,
+                error,
+            )
 
 
 def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> list[str]:
@@ -206,7 +210,7 @@ def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None
         except OSError as error:
             return f"{checkpoint.path / name}: cannot be read: {error.strerror}"
         if not is_same:
-            return f"{checkpoint.path / name}: damaged: its bytes are not those that were written"
+            return f"{checkpoint.path / name}: damaged: its content has changed since it was written"
     return None
 
 

@@ -85,7 +85,7 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
     # Hash the file again: these bytes are parsed, and the file may have changed since it was
     # checked.
     if hashlib.sha256(raw).hexdigest() != spec.sha256:
-        raise InputError(f"{path}: damaged: its bytes are not those that were written")
+        raise InputError(f"{path}: damaged: its content has changed since it was written")
     try:
         return parse_index(raw, checkpoint.manifest)
     except PickleError as error:
@@ -112,13 +112,13 @@ def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks
     fields = _attributes(value, METADATA + "TensorStorageMetadata")
     dtype, shape, chunks = _dtype(fields.get("properties")), _size(fields.get("size")), fields.get("chunks")
     if not isinstance(chunks, list) or len(chunks) > most_chunks:
-        raise PickleError(f"{name!r} has no list of chunks, or one that is too long")
+        raise PickleError(f"{name!r} has no list of chunks, or too long a list")
     found = [_chunk(each, shape) for each in chunks]
     # Chunks without elements are not counted: one listed many times could otherwise stand for a
     # tensor of any size.
     filled = [chunk for chunk in found if prod(chunk.sizes)]
     if len({chunk.offsets for chunk in filled}) != len(filled) or sum(prod(c.sizes) for c in filled) != prod(shape):
-        raise PickleError(f"the chunks of {name!r} do not make up its shape {tuple(shape)}")
+        raise PickleError(f"the chunks of {name!r} do not add up to its shape {tuple(shape)}")
     for chunk in found:
         place = places.get((name, tuple(chunk.offsets)))
         if place is None or place.length < prod(chunk.sizes) * dtype.itemsize:
@@ -156,42 +156,42 @@ def _attributes(value: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of an object of the class `kind`. Raises PickleError if `value` is not
     such an object."""
     if not isinstance(value, Call) or value.function != kind or value.args != ():
-        raise PickleError(f"it holds {_describe(value)} where {kind} must stand")
+        raise PickleError(f"it holds {_describe(value)} where {kind} is expected")
     return {_text(name): attribute for name, attribute in _pairs(value.state)}
 
 
 def _dtype(properties: Any) -> torch.dtype:
     kind = METADATA + "TensorProperties"
     if not isinstance(properties, Call) or properties.function != kind or not isinstance(properties.state, tuple):
-        raise PickleError(f"it holds {_describe(properties)} where {kind} must stand")
+        raise PickleError(f"it holds {_describe(properties)} where {kind} is expected")
     dtype = properties.state[0] if properties.state else None
     if not isinstance(dtype, Name) or dtype.text not in DTYPES:
-        raise PickleError(f"it holds {_describe(dtype)} where a dtype must stand")
+        raise PickleError(f"it holds {_describe(dtype)} where a dtype is expected")
     return DTYPES[dtype.text]
 
 
 def _size(value: Any) -> torch.Size:
     numbers = value.args[0] if isinstance(value, Call) and value.function == "torch.Size" and value.args else None
     if not isinstance(numbers, tuple) or len(numbers) > MAX_DIMS:
-        raise PickleError(f"it holds {_describe(value)} where torch.Size must stand")
+        raise PickleError(f"it holds {_describe(value)} where torch.Size is expected")
     return torch.Size([_count(number) for number in numbers])
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        raise PickleError(f"it holds {_describe(value)} where a size must stand")
+        raise PickleError(f"it holds {_describe(value)} where a size is expected")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise PickleError(f"it holds {_describe(value)} where a name must stand")
+        raise PickleError(f"it holds {_describe(value)} where a name is expected")
     return value
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, Pairs):
-        raise PickleError(f"it holds {_describe(value)} where a dict must stand")
+        raise PickleError(f"it holds {_describe(value)} where a dict is expected")
     return value.items
 
 

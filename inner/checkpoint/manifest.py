@@ -102,11 +102,12 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
         raise InputError(f"{path}/{MANIFEST}: more than {MAX_MANIFEST_BYTES} bytes; a manifest is shorter")
     digest, _, text = signer.check(raw, f"{path}/{MANIFEST}").partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise InputError(f"{path}/{MANIFEST}: damaged: its bytes are not those that were written")
+        raise InputError(f"{path}/{MANIFEST}: damaged: its content has changed since it was written")
     try:
         if (got := _HEADER.validate_json(text).format) != FORMAT:
             raise InputError(
-                f"{path}: written in format {got}, this version reads format {FORMAT}; use the one it is from"
+                f"{path}: written in format {got}, but this version reads format {FORMAT}; use the "
+                "version that wrote it"
             )
         _check_items(parse_json(text))
         manifest = _MANIFEST.validate_json(text, strict=True)

@@ -88,7 +88,7 @@ def parse_pickle(raw: bytes, known: Collection[str]) -> Any:
 def _pop(stack: list[Any], kind: type) -> Any:
     value = stack.pop()
     if not isinstance(value, kind):
-        raise PickleError(f"got {type(value).__name__} where {kind.__name__} must stand")
+        raise PickleError(f"got {type(value).__name__} where {kind.__name__} is expected")
     return value
 
 

@@ -45,15 +45,14 @@ class TrainingState(Protocol):
     inner_step: int
 
     @property
-    def stages(self) -> Sequence[nn.Module]: ...
+    def model_parts(self) -> Sequence[nn.Module]: ...
 
     @property
     def optimizers(self) -> Sequence[Optimizer]: ...
 
 
 class Checkpoints:
-    """The checkpoints of one island, in a folder that all its ranks share. Every rank must build
-    one object.
+    """The checkpoints of one island, in a folder that all ranks share. Each rank builds one object.
 
     Every method is collective: all ranks call the methods in the same order, and a call returns or
     raises on all ranks.
@@ -94,10 +93,13 @@ class Checkpoints:
         cannot be started. Call wait() before the process ends.
         """
         self.wait(self._timeout_seconds)
-        live = state.live_tensors(trainer.stages, trainer.optimizers)
+        live = state.live_tensors(trainer.model_parts, trainer.optimizers)
         live |= {name: [tensor] for name, tensor in (extra or {}).items()}
         sizes = _merge(run_on_all_ranks(self._group, lambda: state.num_bytes(live)))
-        kinds = _merge(run_on_all_ranks(self._group, lambda: state.optimizer_names(trainer.stages, trainer.optimizers)))
+        own_kinds = run_on_all_ranks(
+            self._group, lambda: state.optimizer_names(trainer.model_parts, trainer.optimizers)
+        )
+        kinds = _merge(own_kinds)
         manifest = Manifest(trainer.inner_step, facts, kinds)
 
         def begin() -> Path:
@@ -106,7 +108,7 @@ class Checkpoints:
 
         partial = run_on_first_rank(self._group, begin)
         copies = dict(zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True))
-        device = next(param.device for _, param in state.named_params(trainer.stages))
+        device = next(param.device for _, param in state.named_params(trainer.model_parts))
         self._writing = self._writer.submit(lambda: _on_device(lambda: self._write(copies, partial, manifest), device))
         if wait:
             self.wait(self._timeout_seconds)
@@ -156,8 +158,7 @@ class Checkpoints:
         return {checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None}
 
     def at(self, inner_step: int) -> SavedCheckpoint:
-        """Return the last saved checkpoint of a step. Raises InputError if there is none or it is
-        damaged."""
+        """Return a step's last saved checkpoint. Raises InputError if it is missing or damaged."""
         intact, problems = self._list_published()
         there = [checkpoint for checkpoint in intact if checkpoint.inner_step == inner_step]
         if not there:
@@ -185,8 +186,8 @@ class Checkpoints:
         # One rank reads the index, so that all ranks have the same.
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
         self._check_fit(trainer, checkpoint, index.tensors)
-        state.make_states(trainer.stages, trainer.optimizers, index.tensors)
-        live = state.live_tensors(trainer.stages, trainer.optimizers)
+        state.make_states(trainer.model_parts, trainer.optimizers, index.tensors)
+        live = state.live_tensors(trainer.model_parts, trainer.optimizers)
         tensors = {name: copies[0] for name, copies in live.items()} | dict(allocate_extra(index.tensors.keys()))
         read_tensors(tensors, checkpoint.path, index, self._group)
         for first, *others in live.values():
@@ -206,8 +207,8 @@ class Checkpoints:
         return tensors
 
     def reject_since(self, inner_step: int) -> list[str]:
-        """Reject the checkpoints of this inner step and of later ones, so that nobody resumes from
-        them. Returns their names."""
+        """Reject checkpoints of this inner step and later, so that nobody resumes from them.
+        Returns their names."""
         self.wait(self._timeout_seconds)
         return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
 
@@ -230,7 +231,7 @@ class Checkpoints:
         self._lock = disk.lock_folder(self._folder)
 
     def _write(self, copies: dict[str, Tensor], partial: Path, manifest: Manifest) -> None:
-        """Write and publish a checkpoint, in the background and on all ranks. Raises
+        """Write and publish a checkpoint in the background, on all ranks. Raises
         CheckpointFailed."""
         mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
@@ -256,20 +257,19 @@ class Checkpoints:
         return run_on_first_rank(self._group, lambda: disk.list_published(self._folder, self._signer))
 
     def _find_damage(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Return a message about a damaged file of the checkpoint, or None. Each file is hashed by
-        one rank."""
+        """Return a message about a damaged file, or None. Each file is hashed by one rank."""
         mine = sorted(checkpoint.manifest.files)[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
         return next(filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))), None)
 
     def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
-        """Return a message if the checkpoint was rejected, else None. The first rank looks, so that
-        all ranks agree."""
+        """Return a message if it was rejected, or None. Only rank 0 looks, so that all ranks
+        agree."""
         is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
         return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 
     def _check_fit(self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved) -> None:
         """Raise InputError if the checkpoint's parameters and optimizers differ from the trainer's."""
-        stages, optimizers, kinds = trainer.stages, trainer.optimizers, checkpoint.manifest.optimizers
+        stages, optimizers, kinds = trainer.model_parts, trainer.optimizers, checkpoint.manifest.optimizers
         names = run_on_all_ranks(self._group, lambda: [name for name, _ in state.named_params(stages)])
         extra = sorted(state.saved_params(saved).difference(*names))
         problems = run_on_all_ranks(self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds))

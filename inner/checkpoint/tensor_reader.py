@@ -117,7 +117,7 @@ class TensorReader(StorageReader):
                 chunk = load_chunk(file.read(place.length))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types for what is no saved tensor
+        except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types for other bytes than a saved tensor
             # Leave out the text of torch's error: it recommends running the code in the file.
             cause = str(error) if type(error) is ValueError else type(error).__name__
             raise InputError(
@@ -135,8 +135,8 @@ class TensorReader(StorageReader):
 
 
 def load_chunk(saved: bytes) -> Tensor:
-    """Load a tensor from the bytes that torch.save wrote. Raises ValueError, or an error of torch
-    or zipfile, for others.
+    """Load a tensor from bytes that torch.save wrote. For other bytes, raises ValueError or an error of torch
+    or zipfile.
 
     It allocates no more memory than the length of `saved`, because it accepts only uncompressed
     data.

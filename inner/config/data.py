@@ -114,8 +114,8 @@ class DataConfig(SourceConfig):
     def _sequences_fill_shards(self) -> "DataConfig":
         if self.order == "shards" and self.shard_tokens % self.seq_len:
             raise ValueError(
-                f"shard_tokens: got {self.shard_tokens}, which sequences of {self.seq_len} do not fill; allowed: "
-                f"multiples of seq_len, such as {nearest_multiples(self.shard_tokens, self.seq_len)}"
+                f"shard_tokens: got {self.shard_tokens}, which is not a multiple of seq_len {self.seq_len}; allowed: "
+                f"multiples of it, such as {nearest_multiples(self.shard_tokens, self.seq_len)}"
             )
         return self
 

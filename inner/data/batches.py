@@ -92,8 +92,8 @@ class IslandBatches:
         """Return this rank's micro-batches of a unit (counted from 0), each int64 [micro_batch,
         seq_len + 1] on the CPU.
 
-        If the island has sources of its own, `number` says how many units it has read before this
-        one.
+        If the island has sources of its own, `number` is the number of units that it read
+        before this one.
         """
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:

@@ -1,5 +1,4 @@
-"""The corpus of a run. Text is tokenised once into shards, which all ranks and later runs map into
-memory."""
+"""The corpus of a run. Text is tokenised once into shards; all ranks and later runs map them."""
 
 import hashlib
 import json
@@ -27,8 +26,7 @@ from inner.files import make_cache_folder
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Part of the cache key. Increase it when the same config would produce different tokens or
-files."""
+"""Part of the cache key. Increase it when the same config would give other tokens or files."""
 CHAT_FORMAT = 2
 """Part of the cache key of conversations. Increase it when only the coding of conversations
 changes."""
@@ -45,7 +43,7 @@ KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Token ids of one source. Every document ends with eos. The held-out documents are not in
+    """Token ids of one source. Each document ends with eos; held-out documents are not in
     `train`."""
 
     train: Tokens | StreamedTokens
@@ -85,14 +83,13 @@ class Corpus:
 
     @property
     def compared(self) -> "Corpus":
-        """Return the texts whose held-out loss is compared between islands: those that all islands
-        have, or all if none is shared."""
+        """The texts whose held-out loss islands compare: those that all islands have, or else all
+        texts."""
         return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
 
     @property
     def heldout_tokens_per_byte(self) -> float:
-        """Average number of tokens per byte over the held-out texts, in the proportions of the
-        mixture."""
+        """Average tokens per byte over the held-out texts, in the proportions of the mixture."""
         return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
@@ -191,8 +188,8 @@ def text_identity(config: DataConfig, more: list[object]) -> str:
 
 
 def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
-    """Write the shards to a temporary folder, which an earlier process may have started, then
-    rename it to `folder`."""
+    """Write shards to a temporary folder, perhaps one of an earlier process; rename it to
+    `folder`."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
     def report(progress: PrepareProgress) -> None:
@@ -274,8 +271,7 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
 
 
 def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
-    """Open the token files of `config` without copying them. The last documents are held out.
-    Raises InputError."""
+    """Map the token files of `config`, and hold out the last documents. Raises InputError."""
     files = open_token_files(config.paths, tokenizer.vocab_size)
     if no_eos := [
         file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id

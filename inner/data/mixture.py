@@ -186,8 +186,8 @@ class MixedOrder:
             return
         first, following = self._shares.counts(block * BLOCK), self._shares.counts((block + 1) * BLOCK)
         here = [new - old for old, new in zip(first, following, strict=True)]
-        # numpy guarantees the streams of RandomState. SequenceOrder uses one seed fewer, so the
-        # streams differ.
+        # numpy guarantees that the stream of RandomState for a seed never changes. The seed has one
+        # number more than SequenceOrder's seed, so that their streams differ.
         seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, block & 0xFFFFFFFF, block >> 32]
         self._sources = np.random.RandomState(seeds).permutation(np.repeat(np.arange(len(here)), here))
         self._ranks = np.empty(BLOCK, dtype=np.int64)

@@ -62,7 +62,7 @@ class PrepareProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the speed of this process. Shards that an earlier process finished do not
+        """Speed of this process. Shards that an earlier process finished do not
         count."""
         return (self.num_tokens - self._began_with) / max(time.monotonic() - self._began_at, 1e-9)
 

@@ -191,7 +191,7 @@ def open_split(folder: Path, split: SplitName, dtype: str, num_tokens: int) -> S
         ends.append(_map(shard / f"{split}.ends", "int64", sizes[f"{split}_documents"]))
         left -= len(pieces[-1])
     if left:
-        raise InputError(f"{folder}: only {num_tokens - left} of {num_tokens} {split} tokens exist; delete it")
+        raise InputError(f"{folder}: only {num_tokens - left} of {num_tokens} {split} tokens exist; delete this folder")
     return ShardedTokens(pieces, ends)
 
 

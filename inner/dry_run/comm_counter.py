@@ -39,7 +39,8 @@ _OP_OF = {name: op for op, names in OPS.items() for name in names.split()}
 
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 GROUPS = ("process_group", "group_name")
-"""Names of the arguments of torch's operations that hold the process group."""
+"""Names of the arguments of torch's operations: INPUTS for this rank's input, GROUPS for the process
+group."""
 
 
 class CommCounter(TorchDispatchMode):

@@ -58,7 +58,7 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
     return RehearsalResult(
         rank=case.rank,
         coordinates=dict(mesh.at),
-        num_params=sum(local_tensor(param).numel() for stage in trainer.stages for param in stage.parameters()),
+        num_params=sum(local_tensor(param).numel() for stage in trainer.model_parts for param in stage.parameters()),
         peak_bytes=tracker.peak,
         traffic=counter.rows,
         crossings=dict(tracker.crossings),
@@ -88,8 +88,8 @@ def _make_windows(case: Rehearsal, count: int) -> list[Tensor]:
 
 def _state_of(trainer: Trainer) -> Sequence[Tensor]:
     """Return all tensors that remain after a step."""
-    params = [param for stage in trainer.stages for param in stage.parameters()]
-    buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
+    params = [param for stage in trainer.model_parts for param in stage.parameters()]
+    buffers = [buffer for stage in trainer.model_parts for buffer in stage.buffers()]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return [*params, *buffers, *moments]

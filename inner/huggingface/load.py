@@ -99,7 +99,7 @@ def _check(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> 
     }
     lines = "\n".join(f"  {problem}: {_list_some(names)}" for problem, names in problems.items() if names)
     if lines:
-        raise InputError(f"{folder}: its tensors are not those of the model in its config.json:\n{lines}")
+        raise InputError(f"{folder}: its tensors do not fit the model in its config.json:\n{lines}")
 
 
 def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Path) -> None:

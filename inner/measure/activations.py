@@ -106,7 +106,8 @@ class ActivationMemory:
         num_kernels = min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
         attention = num_kernels * (work.compute_itemsize * work.q_numel + self._row_sums)
         projections = work.compute_itemsize * (work.q_numel + 2 * work.kv_numel)
-        # Down and out projections; tensor parallelism adds a gather before and a scatter after each pair of matrices.
+        # These are the results of the down and out projections. Tensor parallelism adds a gather
+        # before and a scatter after each pair of matrices.
         outputs = 2 * self._inputs
         if work.degrees.tp > 1:
             outputs += 2 * (self._inputs + self.stream) if work.parallel.sequence_parallel else 2 * self._inputs

@@ -11,8 +11,8 @@ from inner.model.stage import Stage
 class StageGradients:
     """Gradients of a stage during one of its backwards, in bytes.
 
-    The gradients of the root come first, then those of the layers from the last to the first, then
-    those of the embedding. A tied table has gradients from both ends, so the root's gradients are
+    The root's gradients come first, then the layers' from the last to the first, then
+    the embedding's. A tied table has gradients from both ends, so the root's gradients are
     complete only at the end.
     """
 

@@ -1,6 +1,5 @@
-"""The inner optimizers and their learning rate."""
+"""Builds the inner optimizers."""
 
-import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -29,7 +28,7 @@ def build_optimizers(
     AdamW for other parameters.
 
     Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its
-    y. The groups contain `lr_scale`, see set_lr. `all_names` are the parameters of the whole model,
+    y. The groups contain `lr_scale`, see learning_rate.set_lr. `all_names` are the parameters of the whole model,
     of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix products. Raises
     InputError if a group's pattern selects none of the parameters.
     """
@@ -48,13 +47,6 @@ def build_optimizers(
     if config.averaging is None:
         return optimizers
     return [PrimalAveraging(base, config.averaging.x, config.averaging.y) for base in optimizers]
-
-
-def set_lr(optimizers: list[Optimizer], lr: float) -> None:
-    """Set every group's learning rate to `lr` times its `lr_scale`."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
 
 
 def _build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
@@ -110,29 +102,3 @@ def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict
                 "put the narrower pattern first, or remove this group"
             )
     return {name: found[0] if found else None for name, found in matches.items()}
-
-
-def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of inner step `step`, counted from 0. The last step and all later
-    steps get the lowest rate.
-
-    For lr 1, min_lr_ratio 0, warmup_steps 2, total_steps 6, decay_steps 2:
-
-    step       0    1    2     3     4     5
-    constant  .5    1    1     1     1     1
-    cosine    .5    1  .854   .5   .146    0
-    wsd       .5    1    1     1    .5     0
-    """
-    done = step + 1
-    if done <= config.warmup_steps:
-        return config.lr * done / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    first = config.warmup_steps
-    if config.schedule == "wsd":
-        if config.decay_steps == 0:
-            return config.lr
-        first = max(first, total_steps - config.decay_steps)
-    progress = min(max(done - first, 0) / max(total_steps - first, 1), 1.0)
-    left = 1.0 - progress if config.schedule == "wsd" else (1.0 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)

@@ -14,7 +14,7 @@ from torch import Tensor
 from inner.data.micro_batch import IGNORE_INDEX, MicroBatch
 
 ONE_IN = 4
-"""The small batch has one of this number of sequences."""
+"""The small batch contains one in this number of sequences."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GradientNoise:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return both estimates, and S / |G|^2 as `tokens` if they are positive."""
+        """Both estimates, and S / |G|^2 as `tokens` if they are positive."""
         known = {"signal": self.signal, "noise": self.noise}
         return known | {"tokens": self.noise / self.signal} if min(known.values()) > 0 else known
 

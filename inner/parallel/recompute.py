@@ -83,7 +83,8 @@ def _keep_expensive(module: nn.Module, *args: Any) -> Tensor:
 def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Tensor:
     forward = partial(type(module).forward, module, *args)
     if torch.compiler.is_compiling():
-        # The compiler must see which tensors are kept, and builds a single backward anyway.
+        # torch's own checkpoint is used while compiling: the compiler must see which tensors are
+        # kept, and it builds a single backward in any case.
         options: dict[str, Any] = {"context_fn": _selective_contexts} if is_selective else {}
         return checkpoint(type(module).forward, module, *args, use_reentrant=False, preserve_rng_state=False, **options)
     if not torch.is_grad_enabled():
@@ -159,4 +160,4 @@ class _RepeatableCall:
                 self._repeat()
         except _RepetitionDone:
             return
-        raise AssertionError(f"a repeated forward saved {num_left} tensors fewer than the first")
+        raise AssertionError(f"a repeated forward saved {num_left} fewer tensors than the first forward")

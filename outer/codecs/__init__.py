@@ -31,9 +31,10 @@ _BUILDERS: dict[str, Callable[[CodingConfig], Codec]] = {
 
 
 def build_codec(name: str, coding: CodingConfig = DEFAULT_CODING) -> Codec:
-    """Build the codec called `name`, or the user's own that it names by import path.
+    """Build the codec called `name`, or the user's own codec if `name` is an import path.
 
-    Raises InputError, which lists the names, if there is no such codec, and if own code does not do what a codec must.
+    Raises InputError, which lists the names, if there is no such codec, or if own code does not do
+    what a codec must.
     """
     if is_import_path(name):
         return build_own_codec(name, coding.options)

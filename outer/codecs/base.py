@@ -23,14 +23,16 @@ class Codec(Protocol):
 
     name: str
     is_coarse: bool
-    """Whether it has fewer than 8 bits per element, too few for norms, biases and tiny tensors, which get int8."""
+    """Whether it uses fewer than 8 bits per element. That is too few for norms, biases and tiny
+    tensors, which get int8."""
     gathers: bool
     """Whether it cannot encode a mean: every participant gets all payloads and computes the mean itself."""
     block_elements: int
-    """Elements that share a scale (1 without blocks). Part boundaries are multiples of this."""
+    """Number of elements that share a scale (1 without blocks). Part boundaries are multiples of
+    it."""
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact payload size of a part with `num_elements`."""
+        """Return the exact payload size in bytes of a part with `num_elements`."""
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from outer.space.buffers import BUFFERS
 
 _FP16_SCALE_BYTES = 4
 _FP16_PEAK_EXPONENT = 15
-# With this minimum every denormal fp32 gets code 0 and every code decodes to a normal fp32, so that processes which
-# flush denormals get the same bits.
+# With this minimum every denormal fp32 gets code 0 and every code decodes to a normal fp32. So
+# processes that flush denormals to zero compute the same bits.
 _FP16_MIN_SCALE = 2.0**-100
 # The largest fp32 with fp16's 11 significant bits; larger values would round up to inf.
 _FP16_MAX_VALUE = (2.0 - 2.0**-10) * 2.0**127
@@ -26,7 +26,7 @@ class Fp32Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """4 bytes per element."""
+        """Return the payload size: 4 bytes per element."""
         return 4 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Bf16Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes per element."""
+        """Return the payload size: 2 bytes per element."""
         return 2 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,8 @@ class Bf16Codec:
         if not is_finite(codes):
             if not is_finite(values):
                 raise non_finite_error(values)
-            # The bit pattern below that of inf is the largest bf16. A clamp could flush denormals.
+            # The bit pattern just below that of inf is the largest bf16. A clamp could flush
+            # denormals.
             codes.view(torch.int16).sub_(codes.isinf().short())
         return codes.view(torch.uint8)
 
@@ -86,7 +87,7 @@ class Fp16Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes per element, plus 4 for the scale."""
+        """Return the payload size: 2 bytes per element, plus 4 for the scale."""
         return _FP16_SCALE_BYTES + 2 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ class Fp16Codec:
 
 
 def _peak(values: torch.Tensor) -> float:
-    """The largest magnitude, 0.0 for an empty tensor. Raises NonFiniteError."""
+    """Return the largest magnitude, 0.0 for an empty tensor. Raises NonFiniteError."""
     if values.numel() == 0:
         return 0.0
     low, high = torch.aminmax(values)
@@ -121,9 +122,9 @@ def _peak(values: torch.Tensor) -> float:
 
 
 def _fp16_scale(peak: float) -> float:
-    """The scale, a power of two, for a part whose largest magnitude is `peak`."""
-    # A peak that fp16's 11 bits round up to the next power of two counts as that power already, so that decoded values
-    # encode with the same scale again. A peak of 0 has no exponent, and denormals may be read as 0, so both count as
-    # the minimum.
+    """Return the scale, a power of two, for a part whose largest magnitude is `peak`."""
+    # If fp16's 11 bits round a peak up to the next power of two, it counts as that power, so that
+    # decoded values encode with the same scale again. A peak of 0 has no exponent, and denormals
+    # may be read as 0, so both count as the minimum.
     exponent = math.frexp(max(peak, _FP16_MIN_SCALE) / (1.0 - 2.0**-12))[1]
     return max(2.0 ** (exponent - _FP16_PEAK_EXPONENT), _FP16_MIN_SCALE)

@@ -1,6 +1,7 @@
-"""The codec of each part, by what the part holds.
+"""The choice of each part's codec by the part's content.
 
-Fine tensors (norms, biases, tiny ones) and averaged moments keep more bits than the rest of a pseudo-gradient.
+Fine tensors (norms, biases, tiny ones) and averaged moments keep more bits than the rest of a
+pseudo-gradient.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from outer.space.fragments import add_moments, build_part_groups
 from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
 
 FINE = "int8"
-"""The codec of norms, biases and tiny tensors where that of the rest is coarse."""
+"""The codec of norms, biases and tiny tensors if the codec of the rest is coarse."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class CodecChoice:
     codec: Codec
     fine: Codec
     mean: Codec
-    """Encodes means for sending; where means are not sent, a donor stores them with it."""
+    """Encodes means for sending. Where means are not sent, a donor stores them in this encoding."""
     is_gathered: bool = False
     feedback: float | None = None
     """Decay of the residual that is added to the next pseudo-gradient; None disables error feedback."""
     moments: Codec = field(default_factory=Fp32Codec)
-    """Encodes moments and their means; it must not round a small second moment to zero."""
+    """Encodes moments and their means. It must not round a small second moment to zero."""
 
     @property
     def block_elements(self) -> int:
-        """Part boundaries are multiples of this, so that no block spans two parts."""
+        """Part boundaries are multiples of this number, so that no block spans two parts."""
         return lcm(self.codec.block_elements, self.fine.block_elements)
 
     @property
@@ -44,33 +45,35 @@ class CodecChoice:
         return self.fine is not self.codec
 
     def codec_for(self, part: Part) -> Codec:
-        """The codec of a part of the pseudo-gradient or of moments."""
+        """Return the codec of a part of the pseudo-gradient or of moments."""
         if part.is_moment:
             return self.moments
         return self.fine if part.is_fine else self.codec
 
     def mean_codec_for(self, part: Part) -> Codec:
-        """The codec of the part's mean."""
+        """Return the codec of the part's mean."""
         if part.is_moment:
             return self.moments
         return self.fine if part.is_fine else self.mean
 
     def gathers(self, part: Part) -> bool:
-        """Whether every participant receives every payload of the part and computes the mean itself."""
+        """Return whether every participant receives every payload of the part and computes the
+        mean itself."""
         return self.is_gathered and not part.is_fine and not part.is_moment
 
     def has_feedback(self, part: Part) -> bool:
-        """Whether the coding error of the part is kept and sent with a later round."""
+        """Return whether the coding error of the part is kept and sent with a later round."""
         return self.feedback is not None and not part.is_moment
 
 
 def build_uniform_choice(codec: Codec) -> CodecChoice:
-    """One codec for everything, without error feedback."""
+    """Return a choice of one codec for everything, without error feedback."""
     return CodecChoice(codec, codec, codec)
 
 
 def build_codec_choice(config: OuterConfig) -> CodecChoice:
-    """The codecs that the config selects. Raises InputError, also for own code that does not do what a codec must."""
+    """Return the codecs that the config selects. Raises InputError, also for own code that does
+    not do what a codec must."""
     codec = build_codec(config.codec, config.coding)
     moments = Fp32Codec() if config.codec == "fp32" else Bf16Codec()
     if codec.gathers and (problem := config.gathering_problem):
@@ -81,7 +84,7 @@ def build_codec_choice(config: OuterConfig) -> CodecChoice:
 
 
 def build_space(specs: Sequence[TensorSpec], config: OuterConfig) -> Space:
-    """The canonical space of a run, from the model's parameters and the config.
+    """Return the canonical space of a run, from the model's parameters and the config.
 
     Raises InputError when the model has too few layers for the configured fragments.
     """

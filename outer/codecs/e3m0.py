@@ -1,4 +1,5 @@
-"""The e3m0 codec: 4-bit floats (a sign and three bits of exponent) with one 16-bit scale for each block of 128."""
+"""The e3m0 codec: 4-bit floats (a sign and three exponent bits) with one 16-bit scale per block
+of 128."""
 
 import torch
 
@@ -35,7 +36,8 @@ class E3m0Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """Half a byte an element, plus 2 bytes for each block: 4.125 bits per element."""
+        """Return the payload size: half a byte per element, plus 2 bytes per block, which is
+        4.125 bits per element."""
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -44,9 +46,9 @@ class E3m0Codec:
         peaks = finite_peaks(scratch, _BLOCK, values)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
         scales, packed = split_scales(payload, peaks.numel())
-        # Clamped because the largest fp32 would round up to inf.
+        # Clamped, because the largest fp32 would round up to inf.
         scales.copy_(peaks.clamp_(min=MIN_SCALE, max=_MAX_SCALE))
-        # A quarter of the scale, because the reciprocal of the largest scale is denormal.
+        # A quarter of the scale is used, because the reciprocal of the largest scale is denormal.
         multiply_blocks(scratch, scales.float().mul_(0.25).reciprocal_(), _BLOCK, out=scratch)
         codes = _magnitude_codes(scratch.view(torch.int32))
         codes.bitwise_or_(values.view(torch.int32).bitwise_right_shift(31).to(torch.int8).bitwise_and_(_SIGN))
@@ -64,11 +66,12 @@ class E3m0Codec:
 
 
 def _magnitude_codes(bits: torch.Tensor) -> torch.Tensor:
-    """int8 codes 0 to 7 of 4 |x| / scale. The argument holds the fp32 bits and is overwritten."""
+    """Return the int8 codes 0 to 7 of 4 |x| / scale. `bits` holds the fp32 bits of these values
+    and is overwritten."""
     floor = bits >> _MANTISSA_BITS
-    # Adding half a mantissa makes the exponent that of the nearest power of two; 1.5 rounds up to 2.
+    # Adding half a mantissa rounds the exponent to the nearest power of two; 1.5 rounds up to 2.
     nearest = bits.add_(_HALF).bitwise_right_shift_(_MANTISSA_BITS)
-    # Code 1 is 2**-6, whose biased exponent is 123 after multiplication by 4.
+    # Code 1 is 2**-6. After the multiplication by 4 its biased exponent is 123.
     codes = nearest.sub_(122).to(torch.int8).clamp_(0, 7)
     # The value below code 1 is zero, so the rounding boundary is at half of code 1, not at three quarters.
     return torch.maximum(codes, floor.sub_(121).to(torch.int8).clamp_(0, 1))

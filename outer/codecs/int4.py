@@ -1,4 +1,4 @@
-"""The int4 codec: 4-bit integers, two in a byte, with one 16-bit scale for each block of 128."""
+"""The int4 codec: 4-bit integers, two per byte, with one 16-bit scale per block of 128."""
 
 from hashlib import blake2b
 
@@ -20,10 +20,11 @@ from outer.space.buffers import BUFFERS
 _BLOCK = 128
 _LEVELS = 7
 _OFFSET = 8
-# Dropping 16 bits leaves a bf16: steps are wider by 2**-8 of themselves on average, and scales take 0.125 bits per
-# element, half of what fp32 scales take. The product of a scale and a code is exact.
+# Dropping 16 bits of an fp32 leaves a bf16. Steps become wider by 2**-8 on average, and scales take
+# 0.125 bits per element, half of what fp32 scales take. The product of a scale and a code is exact.
 _DROPPED_BITS = 16
-# The largest bf16 whose sevenfold is finite. With it the largest fp32 is 7.02 steps, which is still code 7.
+# The largest bf16 for which seven times the scale is finite. With it the largest fp32 is 7.02
+# steps, which is still code 7.
 _MAX_SCALE = (1 + 18 / 128) * 2.0**125
 
 
@@ -46,7 +47,8 @@ class Int4Codec:
         self._stochastic = stochastic
 
     def num_bytes(self, num_elements: int) -> int:
-        """Half a byte an element, plus 2 bytes for each block: 4.125 bits per element."""
+        """Return the payload size: half a byte per element, plus 2 bytes per block, which is
+        4.125 bits per element."""
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Int4Codec:
             scratch.clamp_(-_LEVELS, _LEVELS).add_(_noise(scales, values.numel())).floor_()
         else:
             scratch.round_()
-        # Converting fp32 to int8 is several times faster than to uint8.
+        # Converting fp32 to int8 is several times faster than converting to uint8.
         codes = scratch.to(torch.int8).add_(_OFFSET).view(torch.uint8)
         pack(codes, 4, out=packed)
         return payload
@@ -80,11 +82,12 @@ class Int4Codec:
 
 
 def _noise(scales: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """`num_elements` fp32 values from 2**-17 to 1 - 2**-17, uniform and symmetric around 1/2."""
+    """Return `num_elements` fp32 values from 2**-17 to 1 - 2**-17, uniform and symmetric around
+    1/2."""
     seed = int.from_bytes(blake2b(scales.view(torch.uint8).numpy().data, digest_size=8).digest(), "little")
     words = torch.empty(-(-num_elements // 4), dtype=torch.int64)
-    # Each random 64-bit word gives four 16-bit draws.
+    # Each random 64-bit word gives four 16-bit values.
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
     draws = words.view(torch.int16)[:num_elements].float()
-    # Never 0 or 1, so that a value that is (almost) a code already keeps that code.
+    # Noise is never 0 or 1, so a value that is (almost) equal to a code keeps that code.
     return draws.mul_(2.0**-16).add_(0.5 + 2.0**-17)

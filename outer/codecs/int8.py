@@ -1,4 +1,4 @@
-"""The int8 codec: 8-bit integers with one scale for each block of 256."""
+"""The int8 codec: 8-bit integers with one scale per block of 256."""
 
 import torch
 
@@ -11,10 +11,10 @@ _LEVELS = 127
 # A scale keeps 17 significant bits, so that its product with a code fits into fp32's 24. Decoding therefore never
 # rounds, and encoding decoded values gives the same bytes again.
 _DROPPED_BITS = 7
-# Small enough to lose nothing that matters, and large enough to turn every denormal into zero, so that processes that
-# flush denormals give the same bytes.
+# Small enough to lose no relevant precision, and large enough to turn every denormal into zero, so
+# that processes that flush denormals give the same bytes.
 _MIN_SCALE = 2.0**-120
-# -128 times this is finite, so no code from a peer decodes to inf.
+# The product of this scale and -128 is finite, so no code from a peer decodes to inf.
 _MAX_SCALE = (2.0 - 2.0**-16) * 2.0**120
 
 
@@ -32,7 +32,7 @@ class Int8Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """1 byte an element, plus 4 bytes for each block, which adds 1.6 %."""
+        """Return the payload size: 1 byte per element, plus 4 bytes per block, which adds 1.6 %."""
         return 4 * num_blocks(num_elements, _BLOCK) + num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -58,5 +58,5 @@ class Int8Codec:
 
 
 def _split(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a payload's scales (fp32) and codes (int8)."""
+    """Return views of a payload's scales (fp32) and codes (int8)."""
     return payload[: 4 * num_scales].view(torch.float32), payload[4 * num_scales :].view(torch.int8)

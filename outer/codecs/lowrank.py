@@ -1,4 +1,4 @@
-"""The lowrank codec: a part, seen as a matrix, is sent as the product of two thin matrices."""
+"""The lowrank codec: a part is treated as a matrix and sent as the product of two thin matrices."""
 
 import math
 
@@ -38,7 +38,10 @@ class LowrankCodec:
         self._rank = rank
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes for each of rank x (rows + cols) entries, plus 4: 2.0001 bits per element for rank 32 of 2**18."""
+        """Return the payload size: 2 bytes for each of rank x (rows + cols) entries, plus 4.
+
+        This is 2.0001 bits per element for rank 32 and 2**18 elements.
+        """
         rows, cols, rank = self._shape(num_elements)
         return _SCALE_BYTES + 2 * rank * (rows + cols)
 
@@ -54,7 +57,7 @@ class LowrankCodec:
         matrix = torch.zeros(rows * cols)
         torch.mul(values, 2.0**-exponent, out=matrix[: values.numel()])
         basis, loads = _factors(matrix.view(rows, cols), rank)
-        # Neither step is 0, and their product is not below the minimum scale.
+        # Both steps are above 0, and their product is at least the minimum scale.
         left_step = max(_peak(basis) / _LEVELS, _MIN_SCALE)
         right_step = max(_peak(loads) / _LEVELS, math.ldexp(_MIN_SCALE, -exponent) / left_step)
         scale.fill_(max(math.ldexp(left_step * right_step, exponent), _MIN_SCALE))
@@ -75,7 +78,7 @@ class LowrankCodec:
         return product.view(-1)[:num_elements].float()
 
     def _shape(self, num_elements: int) -> tuple[int, int, int]:
-        """Rows, columns and rank of a part's matrix."""
+        """Return the rows, columns and rank of a part's matrix."""
         # An empty part becomes a matrix of one padding element.
         num_elements = max(num_elements, 1)
         cols = 1 << math.isqrt(num_elements - 1).bit_length()
@@ -84,18 +87,20 @@ class LowrankCodec:
 
 
 def _split(payload: torch.Tensor, rows: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of a payload's scale (fp32, 1 element), P (int16, rows x rank) and Q (int16, cols x rank)."""
+    """Return views of a payload's scale (fp32, 1 element), P (int16, rows x rank) and Q (int16,
+    cols x rank)."""
     entries = payload[_SCALE_BYTES:].view(torch.int16).view(-1, rank)
     return payload[:_SCALE_BYTES].view(torch.float32), entries[:rows], entries[rows:]
 
 
 def _peak(values: torch.Tensor) -> float:
-    """The largest magnitude, 0.0 for an empty tensor."""
+    """Return the largest magnitude, 0.0 for an empty tensor."""
     return values.abs().max().item() if values.numel() else 0.0
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """P (rows, rank) with orthonormal columns and Q = A^T P (cols, rank), such that P Q^T approximates A."""
+    """Return P (rows, rank) with orthonormal columns and Q = A^T P (cols, rank), such that P Q^T
+    approximates A."""
     loads = torch.rand(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0)).sub_(0.5)
     basis = torch.empty(len(matrix), rank)
     for _ in range(_ITERATIONS):

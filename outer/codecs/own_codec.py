@@ -1,4 +1,5 @@
-"""A codec of the user's own: what it must have, the checks around it, and what is tried before a run begins with it."""
+"""A codec of the user's own: its interface, the checks around it, and the tests that it must
+pass before a run begins."""
 
 import math
 from typing import Any, Protocol
@@ -12,12 +13,13 @@ from outer.own_code import call, once, require
 
 KEY = "outer.codec"
 SIZES = (0, 1, 2, 127, 128, 257, 1000, 4097)
-"""Elements of the parts that are tried. A part may have any size."""
+"""Numbers of elements of the parts in the tests. A part may have any size."""
 COARSE_BITS = 8
 
 
 class CodecCode(Protocol):
-    """What own code has. `is_coarse`, `gathers` and `block_elements` of a Codec may be there, too."""
+    """The interface of own code. It may also have `is_coarse`, `gathers` and `block_elements` of
+    a Codec."""
 
     def num_bytes(self, num_elements: int) -> int: ...
 
@@ -30,7 +32,8 @@ class OwnCodec:
     """A Codec around own code, which gets finite values and payloads of the right size. Its results are checked."""
 
     def __init__(self, code: CodecCode, name: str) -> None:
-        """`name` is for messages. A codec without `is_coarse` is coarse below 8 bits per element."""
+        """Wrap `code`. `name` is for messages. A codec without `is_coarse` is coarse below 8
+        bits per element."""
         self.name, self._code = name, code
         self.block_elements: int = getattr(code, "block_elements", 1)
         self.gathers: bool = getattr(code, "gathers", False)
@@ -41,7 +44,8 @@ class OwnCodec:
         return self._code.num_bytes(num_elements)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Raises NonFiniteError for the first inf or nan, and InputError if the payload has another size or dtype."""
+        """Encode values and check the payload. Raises NonFiniteError for the first inf or nan,
+        and InputError for a payload with a wrong size or dtype."""
         values = flat_fp32(values)
         if not is_finite(values):
             raise non_finite_error(values)
@@ -55,7 +59,8 @@ class OwnCodec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Raises MessageError, also for whatever own code raises about the bytes of a peer."""
+        """Decode a payload and check the values. Raises MessageError, also for any error of own
+        code about the bytes of a peer."""
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         try:
             values = self._code.decode(payload, num_elements)
@@ -68,29 +73,30 @@ class OwnCodec:
 
 @once
 def build_own_codec(path: str, options: Options) -> OwnCodec:
-    """Build the codec that an import path names and try it. Raises InputError."""
+    """Build the codec that an import path names and test it. Raises InputError."""
     codec = OwnCodec(call(path, KEY, options), path.partition(":")[2])
     check_codec(codec)
     return codec
 
 
 def check_codec(codec: Any) -> None:
-    """Try what every codec must do. Raises InputError with the first claim that does not hold.
+    """Test what every codec must do. Raises InputError with the first requirement that does not
+    hold.
 
-    `codec` is one of ours or own code as in CodecCode. It takes some milliseconds.
+    `codec` is one of ours or own code as in CodecCode. The tests take some milliseconds.
     """
     wrapped = codec if hasattr(codec, "gathers") and hasattr(codec, "name") else OwnCodec(codec, type(codec).__name__)
     require(CLAIMS, wrapped, f"{KEY}: the codec {wrapped.name}")
 
 
 def _values(size: int) -> torch.Tensor:
-    """Values over many decades, equal on every machine."""
+    """Return values of many orders of magnitude, which are equal on every machine."""
     number = torch.arange(size, dtype=torch.float32)
     return torch.sin(number * 12.9898) * torch.exp(torch.sin(number * 0.37) * 20)
 
 
 def has_the_stated_size(codec: Any) -> bool:
-    """A payload is 1-D uint8 of exactly num_bytes, for any number of elements."""
+    """Return a payload is 1-D uint8 of exactly num_bytes, for any number of elements."""
     payloads = [(codec.encode(_values(size)), codec.num_bytes(size)) for size in SIZES]
     return all(p.dtype == torch.uint8 and p.shape == (expected,) for p, expected in payloads)
 
@@ -106,7 +112,7 @@ def gives_back_finite_values(codec: Any) -> bool:
 
 
 def keeps_zeros(codec: Any) -> bool:
-    """A part of zeros decodes to zeros: what did not change must not change."""
+    """Return a part of zeros decodes to zeros: what did not change must not change."""
     return all(not codec.decode(codec.encode(torch.zeros(size)), size).any() for size in SIZES)
 
 
@@ -126,7 +132,7 @@ def leaves_the_payload_alone(codec: Any) -> bool:
 
 
 def refuses_what_is_not_finite(codec: Any) -> bool:
-    """An inf or a nan is refused when it is encoded."""
+    """Return an inf or a nan is refused when it is encoded."""
     for value in (math.inf, -math.inf, math.nan):
         try:
             codec.encode(torch.tensor([1.0, value]))

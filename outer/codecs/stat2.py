@@ -1,4 +1,4 @@
-"""The stat2 codec: 2 bits per element, with a table of four values for each block of 512."""
+"""The stat2 codec: 2 bits per element, with a table of four values per block of 512."""
 
 import torch
 
@@ -6,16 +6,17 @@ from outer.codecs.packing.bits import pack, packed_bytes, unpack
 from outer.codecs.packing.block_scales import columns_of, finite_peaks, multiply_blocks, num_blocks, rows_of
 from outer.codecs.packing.checks import check_payload, check_values, flat_fp32
 
-# The table takes 64 bits per block. 512 is the largest block whose sums on the grid below are exact. On normally
-# distributed values half the block size loses 1 % less energy, worth only a tenth of the 0.125 bits per element
-# that it costs.
+# The table takes 64 bits per block. 512 is the largest block whose sums on the grid below are
+# exact. With normally distributed values, blocks of half the size lose 1 % less energy, which is
+# worth only a tenth of the 0.125 bits per element that they cost.
 _BLOCK = 512
 _LEVELS = 4
 _STEP_SIGMAS = 6 / _LEVELS
-# Values are first rounded to a grid of 2 x 32767 steps. Sums of steps are integers below 2**24, which fp32 represents
-# exactly, so that the order of summation does not matter.
+# Values are first rounded to a grid of 2 x 32767 steps. Sums of steps are integers below 2**24,
+# which fp32 represents exactly, so the order of summation does not matter.
 _GRID_STEPS = 32767
-# Every denormal is below 2**-10 of a grid step, and no mean on the grid, at least 2**-9 of a step, is denormal.
+# Every denormal is below 2**-10 of a grid step. A mean on the grid is at least 2**-9 of a step, so
+# it is never denormal.
 _MIN_GRID = 2.0**-116
 _MAX_ENTRY = (2.0 - 2.0**-7) * 2.0**127
 
@@ -35,7 +36,8 @@ class Stat2Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """A quarter byte an element, plus 8 bytes for each block: 2.125 bits per element."""
+        """Return the payload size: a quarter byte per element, plus 8 bytes per block, which is
+        2.125 bits per element."""
         return 2 * _LEVELS * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 2)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ class Stat2Codec:
 
 
 def _split(payload: torch.Tensor, num_tables: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a payload's tables (bf16, blocks x 4) and packed codes (uint8)."""
+    """Return views of a payload's tables (bf16, blocks x 4) and packed codes (uint8)."""
     end = 2 * _LEVELS * num_tables
     return payload[:end].view(torch.bfloat16).view(-1, _LEVELS), payload[end:]
 
@@ -83,7 +85,8 @@ def _fill_codes(steps: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, added pairwise in an order that is fixed on every machine. Overwrites `rows`."""
+    """Return the sum of each row, added pairwise in an order that is the same on every machine.
+    Overwrites `rows`."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         if rows.shape[1] % 2:
@@ -93,12 +96,13 @@ def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _bin_means(steps: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The mean of the grid steps of each code, shape (blocks, 4); 0 for an unused code."""
+    """Return the mean of the grid steps of each code, shape (blocks, 4); 0 for an unused code."""
     size = steps.shape[1]
     sums, counts = [steps.sum(1)], [torch.full((len(steps),), float(size))]
     above = torch.empty_like(codes)
     for code in range(1, _LEVELS):
-        # 1 where the element's code is at least `code`, 0 elsewhere; a comparison to bool would be slower.
+        # The result is 1 where the element's code is at least `code`, and 0 elsewhere. A comparison
+        # to bool would be slower.
         torch.sub(codes, code - 1, out=above).clamp_(0, 1)
         counts.append(above.sum(1))
         sums.append(above.mul_(steps).sum(1))

@@ -15,7 +15,8 @@ _COLUMN_KEYS = 8
 
 
 class TopkCodec:
-    """Keeps the `top_k` largest magnitudes of each chunk of `chunk_elements`, the first of equal ones; the rest is 0.
+    """Keeps the `top_k` largest magnitudes of each chunk of `chunk_elements`; the rest is 0. Of
+    equal ones the first are kept.
 
     The chunks are those of SparseLoCo (2508.15706). A shorter last chunk sends as many elements, or all it has.
     packing/topk_values.py describes the precision and size of the values; with 32 bits and top_k = chunk_elements the
@@ -35,7 +36,8 @@ class TopkCodec:
         self._index_bits = (chunk_elements - 1).bit_length()
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of the selected values and indices: 0.2266 bits per element for 64 of 4096 at 2 bits."""
+        """Return the size of the selected values and indices: 0.2266 bits per element for 64 of
+        4096 at 2 bits."""
         count = self._num_selected(num_elements)
         return selected_bytes(count, self._top_k, self._value_bits) + packed_bytes(count, self._index_bits)
 
@@ -53,13 +55,15 @@ class TopkCodec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """1-D fp32 values. Raises MessageError on a wrong size, bad values, or indices not ascending in their chunk."""
+        """Return 1-D fp32 values. Raises MessageError on a wrong size, bad values, or indices
+        not ascending in their chunk."""
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         encoded, packed_indices = self._split(payload, num_elements)
         count = self._num_selected(num_elements)
         in_chunks = unpack_numbers(packed_indices, self._index_bits, count)
         places = in_chunks + self._chunk_starts(count)
-        # If every index is inside its chunk, all places ascend exactly if those of each chunk do.
+        # If every index is inside its chunk, all places ascend exactly if the places of each chunk
+        # ascend.
         outside = (in_chunks >= self.block_elements).any() or (places >= num_elements).any()
         if outside or (places.diff() <= 0).any():
             raise MessageError("topk indices are not ascending inside their chunks")
@@ -72,19 +76,20 @@ class TopkCodec:
         return full * self._top_k + min(rest, self._top_k)
 
     def _split(self, payload: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a payload's coded values and packed indices."""
+        """Return views of a payload's coded values and packed indices."""
         end = selected_bytes(self._num_selected(num_elements), self._top_k, self._value_bits)
         return payload[:end], payload[end:]
 
     def _chunk_starts(self, count: int) -> torch.Tensor:
-        """First element of the chunk that each of `count` selected elements belongs to, int64."""
+        """Return the first element of the chunk of each of `count` selected elements, int64."""
         starts = torch.arange(num_blocks(count, self._top_k)) * self.block_elements
         return starts.repeat_interleave(self._top_k)[:count]
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
-        """Indices of the largest magnitudes in each row (chunks, elements), ascending, int64."""
-        # A key has the magnitude in its high bits and the index in its low bits. As no two keys are equal, the
-        # selection does not depend on the algorithm.
+        """Return the indices of the largest magnitudes in each row (chunks, elements),
+        ascending, int64."""
+        # A key has the magnitude in its high bits and the index in its low bits. No two keys are
+        # equal, so the selection does not depend on the algorithm.
         keys = rows.view(torch.int32).bitwise_and(_MAGNITUDE_MASK).long()
         keys.bitwise_left_shift_(_INDEX_BITS).bitwise_or_(_LAST_INDEX - torch.arange(rows.shape[1]))
         selected = _top(keys, min(self._top_k, rows.shape[1]))
@@ -92,10 +97,11 @@ class TopkCodec:
 
 
 def _top(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest keys of each row, in any order. Keys are distinct."""
+    """Return the `count` largest keys of each row, in any order. Keys are distinct."""
     num_rows, size = keys.shape
     if size % _COLUMN_KEYS == 0 and count * _COLUMN_KEYS < size:
-        # They are in the columns with the largest maxima; searching only these takes a third of the time.
+        # They are in the columns with the largest maxima. Searching only these columns takes a
+        # third of the time.
         columns = keys.view(num_rows, _COLUMN_KEYS, size // _COLUMN_KEYS)
         best = columns.amax(1).topk(count, dim=1, sorted=False).indices
         keys = columns.gather(2, best[:, None].expand(-1, _COLUMN_KEYS, -1)).view(num_rows, count * _COLUMN_KEYS)

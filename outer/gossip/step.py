@@ -21,7 +21,7 @@ def groups_of_round(seed: int, round_number: int, names: Collection[str], size: 
     """Split all names into groups, each sorted, of `size` names, or more where `size` does not
     divide their number.
 
-    4 names, size 2 round 0 a c | b d round 1 a b | c d round 2 a c | b d ...
+    4 names, size 2     round 0   a c | b d     round 1   a b | c d     round 2   a c | b d  ...
     """
 
     def place(name: str) -> bytes:

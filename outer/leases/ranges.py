@@ -74,9 +74,9 @@ def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[di
     Every taker gets one unit in turn while it needs more, so n takers with equal needs each get
     every n-th unit. Returns (ranges by taker, remaining pool, new frontier).
 
-    >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2}) >>> [triple(units) for
-    units in given["a"]], [triple(units) for units in given["b"]], pool, frontier ([[4, 1, 2], [10,
-    2, 2]], [[11, 2, 2]], [], 14)
+    >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2})
+    >>> [triple(units) for units in given["a"]], [triple(units) for units in given["b"]], pool, frontier
+    ([[4, 1, 2], [10, 2, 2]], [[11, 2, 2]], [], 14)
     """
     given: dict[str, Ranges] = dict.fromkeys(needs, ())
     left, pool = {name: need for name, need in needs.items() if need > 0}, list(pool)

@@ -18,10 +18,10 @@ from outer.network.messages import (
 
 
 class TextPrint(Message):
-    """What an island says of the text that all islands of the run should have."""
+    """The fingerprint of the text that all islands of the run should have."""
 
     tokens: int = Field(ge=1, lt=MAX_TOKENS)
-    """Its tokens, with those that are held out."""
+    """Number of tokens of the text, held-out tokens included."""
     digest: Digest
 
     def __str__(self) -> str:
@@ -34,7 +34,8 @@ class Member(Message):
     island: IslandName
     incarnation: str = Field(min_length=8, max_length=32, pattern=r"^[0-9a-f]+$")
     identity: PublicKey
-    """The island's public key, the same for all its incarnations. Its records are signed with the other half."""
+    """The island's public key, the same for all its incarnations. The other half of the key
+    signs its records."""
     config_hash: str = Field(min_length=16, max_length=64, pattern=r"^[0-9a-f]+$")
     control_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
     """Messenger.address of each rank, in rank order."""
@@ -43,14 +44,16 @@ class Member(Message):
     round: int = Field(ge=0, lt=MAX_ROUND)
     """Number of rounds that the island has committed."""
     tokens: int = Field(default=0, ge=0, lt=MAX_TOKENS)
-    """Number of tokens that all of its committed pseudo-gradients were trained on."""
+    """Number of tokens in all of its committed pseudo-gradients."""
     digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
     """Digest of its global params and outer momentum."""
     step_seconds: StepSeconds = 0.0
     text: TextPrint | None = None
-    """Its text; None if it reads none that all have, or reads it in shards."""
+    """The fingerprint of its text; None if it reads no text that all islands have, or reads it
+    in shards."""
     since: int = Field(default=0, ge=0, lt=MAX_ROUND)
-    """With gossip, the first round in which others expect this island, so that all agree on the groups."""
+    """With gossip, the first round in which others expect this island, so that all agree on the
+    groups."""
 
 
 class Membership(Protocol):
@@ -72,28 +75,32 @@ class Membership(Protocol):
     """
 
     async def announce(self, member: Member) -> None:
-        """Publish this island's record and keep it alive until `leave`. Call it again to change the record.
+        """Publish this island's record and keep it alive until `leave`. Call it again to change the
+        record.
 
-        Raises InputError when a live island with another identity holds the same name.
+        Raises InputError when a live island with another identity has the same name.
         """
 
     def update(self, member: Member) -> None:
-        """Change this island's record in the background, after `announce`. Call it on the event loop."""
+        """Change this island's record in the background, after `announce`. Must be called on the
+        event loop."""
 
     async def members(self) -> dict[str, Member]:
-        """The islands whose records are alive, by name, including this one. Malformed records are left out."""
+        """Return the islands whose records are alive, by name, this island included. Malformed
+        records are left out."""
         ...
 
     @property
     def trouble(self) -> str:
-        """Why this island may not see the records of the others, or ""."""
+        """The reason why this island may not see the records of the others, or ""."""
         ...
 
     async def publish_config(self, text: str) -> None:
-        """Publish the run's config (YAML) for joiners. The first text wins; later ones are ignored."""
+        """Publish the run's config (YAML) for joiners. The first text counts; later ones are
+        ignored."""
 
     async def read_config(self) -> str | None:
-        """The run's config text, or None when no island has published one."""
+        """Return the run's config text, or None when no island has published one."""
         ...
 
     async def leave(self) -> None:

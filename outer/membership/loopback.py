@@ -24,7 +24,7 @@ class LoopbackMessenger:
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, Handler] = {}
         self._waiting: dict[tuple[str, str], set[asyncio.Future[tuple[Kind, bytes]]]] = {}
-        """The replies that are waited for, by the (island, address) that is to give them."""
+        """The futures of replies, by the (island, address) that will send them."""
         with hub.lock:
             hub.messengers[self.address] = self
         hub.add_listener(self.on_lost)
@@ -70,7 +70,8 @@ class LoopbackMessenger:
     def take_call(
         self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None], lane: Lane
     ) -> None:
-        """Answer a call on this messenger's event loop, and pass the answer to `reply` there. Call it on any thread."""
+        """Answer a call on this messenger's event loop, and pass the answer to `reply` there.
+        Any thread may call it."""
 
         async def work() -> None:
             self._count(lane, received=len(body))
@@ -84,7 +85,7 @@ class LoopbackMessenger:
         call_on_loop(self._loop, lambda: self._loop.create_task(work()))
 
     def on_malformed(self, address: str, cause: str) -> None:
-        """The islands of one process trust each other."""
+        """Do nothing: the islands of one process trust each other."""
 
     async def close(self) -> None:
         with self._hub.lock:
@@ -96,7 +97,8 @@ class LoopbackMessenger:
             other.on_lost(self.address)
 
     def on_lost(self, name: str) -> None:
-        """Called on any thread with the name of a lost island, or the address of a messenger that has closed."""
+        """Break the calls to an island that is lost, or to the address of a closed messenger.
+        Any thread may call it."""
         if name == self.island or any(name in called for called in list(self._waiting)):
             call_on_loop(self._loop, lambda: self._break(name))
 
@@ -115,7 +117,8 @@ class LoopbackMessenger:
 
 
 class LoopbackMembership:
-    """A Membership (outer.membership.base) in a Hub. An island that is cut off keeps the records that it last read."""
+    """A Membership (outer.membership.base) in a Hub. An island that is cut off keeps the records
+    that it read last."""
 
     def __init__(self, hub: Hub, run_id: str, island: str) -> None:
         self._hub, self._run_id, self._island = hub, run_id, island
@@ -181,14 +184,15 @@ class LoopbackMembership:
                 self._write(own)
 
     def _write(self, member: Member) -> None:
-        """Write this island's record, under the lock."""
+        """Write this island's record. The caller must hold the lock."""
         text = member.model_dump_json()
         if self._records.get(member.island) != text:
             self._records[member.island] = text
             self._hub.num_changes += 1
 
     def _read(self) -> dict[str, Member]:
-        """All records, which islands of one process parse once for all. Nobody changes the result."""
+        """Return all records. They are parsed once for all islands of the process, so the result
+        must not be changed."""
         hub = self._hub
         with hub.lock:
             changes, members = hub.parsed.get(self._run_id, (-1, {}))

@@ -24,9 +24,10 @@ MAX_RECORDS = 1024
 RUNS_KEY = "diloco/runs"
 """DHT key that lists the runs of a swarm, for joiners that know only an address."""
 MAX_LIFE_SECONDS = 60.0
-"""Longest time that a rendezvous keeps a record without hearing from its island."""
+"""Longest time for which a rendezvous keeps a record without a message from its island."""
 SLACK_MS = int(1000 * MAX_LIFE_SECONDS)
-"""A record may be older than the newest by this much, because several places do not show the same at one time."""
+"""A record may be older than the newest one by this much, because several rendezvous may show
+different records at one time."""
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
@@ -35,11 +36,12 @@ OptionalDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 
 
 Time = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""Milliseconds since 1970 on the clock of an island. Of its statements the one with the highest time counts."""
+"""Milliseconds since 1970 on the clock of an island. Of its statements, the one with the highest
+time counts."""
 
 
 class SignedRecord(Message):
-    """An island's record, signed with its key, so that nobody else can have written it."""
+    """An island's record, signed with its key, so that no other island can have written it."""
 
     text: str = Field(max_length=MAX_RECORD_BYTES)
     """The Member as JSON."""
@@ -59,7 +61,8 @@ class Kept(Message):
     """Reply to `announce` and `beat`."""
 
     newest: Time
-    """Time of the island's newest statement here. If it is not the announcement's, the announcement is too old."""
+    """Time of the island's newest statement on this rendezvous. If it is later than the
+    announcement's, the announcement is outdated."""
 
 
 class Withdrawal(Message):
@@ -81,13 +84,14 @@ class Publication(Message):
 
 
 class RunQuery(Message):
-    """Body of `members` and `config`: a question about a run."""
+    """Body of `members` and `config`: a request for data of a run."""
 
     run: RunName
     server: OptionalDigest = ""
     """Id of the process from which the caller has its records."""
     seen: int = Field(default=0, ge=0, lt=1 << 53)
-    """Number of the last change there that the caller knows; 0 if it knows none. Then the answer comes at once."""
+    """Number of the last change on that server that the caller knows; 0 if it knows none. Then
+    the reply is sent at once."""
 
 
 class Records(Message):
@@ -98,11 +102,11 @@ class Records(Message):
     version: int = Field(ge=0, lt=1 << 53)
     """Number of the last change to the run's records."""
     records: dict[IslandName, SignedRecord] = Field(max_length=MAX_RECORDS)
-    """By island: those that have changed since the change that the caller has seen."""
+    """Records by island: those that have changed since the change `seen`."""
     gone: list[IslandName] = Field(default=[], max_length=MAX_RECORDS)
-    """Islands whose records have been removed since then."""
+    """Islands whose records have been removed since the change `seen`."""
     is_whole: bool
-    """Whether `records` has all of them. Then the caller forgets all others."""
+    """Whether `records` contains all records. In this case the caller forgets all others."""
     has_config: bool
 
 
@@ -134,7 +138,8 @@ class RunInfo:
 
 
 def parse_record(island: str, text: str | bytes | None) -> Member | None:
-    """Parse an island's record. Returns None if there is none, it is malformed, or it is another island's."""
+    """Parse an island's record. Return None if there is none, it is malformed, or it is another
+    island's."""
     if not text or len(text) > MAX_RECORD_BYTES:
         return None
     member = _parse(text)
@@ -143,7 +148,8 @@ def parse_record(island: str, text: str | bytes | None) -> Member | None:
 
 @lru_cache(maxsize=2048)
 def _parse(text: str | bytes) -> Member | None:
-    """Records are read more often than they change, so the last ones are remembered."""
+    """Parse a record, or return None. Recent results are cached, because records are read more
+    often than they change."""
     try:
         return parse(Member, text)
     except MalformedError:
@@ -170,18 +176,20 @@ def name_taken_error(island: str, owner: str) -> InputError:
 
 
 def sign_record(key: IslandKey, run: str, member: Member, time_ms: int) -> SignedRecord:
-    """The record of an island of the run, signed. `key` must be the one that `member.identity` names."""
+    """Return the signed record of an island of the run. `key` must be the key in
+    `member.identity`."""
     text = member.model_dump_json()
     signature = key.sign(f"{run}/record", f"{time_ms}\n{text}".encode())
     return SignedRecord(text=text, time=time_ms, signature=signature.hex())
 
 
 def open_record(run: str, record: SignedRecord) -> Member:
-    """The island that a record describes. Raises RefusedError unless its own key has signed it for this run."""
+    """Return the island that a record describes. Raises RefusedError unless its own key has
+    signed it for this run."""
     try:
         member = parse(Member, record.text)
     except MalformedError:
-        raise RefusedError("record", "a record that is malformed") from None
+        raise RefusedError("record", "a record is malformed") from None
     body = f"{record.time}\n{record.text}".encode()
     if not verify(member.identity, f"{run}/record", body, bytes.fromhex(record.signature)):
         raise RefusedError("record", f"a record of {member.island} that its key {member.identity[:16]}... did not sign")
@@ -189,7 +197,7 @@ def open_record(run: str, record: SignedRecord) -> Member:
 
 
 def open_records(run: str, records: Mapping[str, SignedRecord], auth: PeerAuth) -> dict[str, Member]:
-    """The islands whose records count, by name. The others are left out and counted."""
+    """Return the islands whose records count, by name. Other records are left out and counted."""
     found: dict[str, Member] = {}
     for island in sorted(records):
         try:
@@ -204,8 +212,10 @@ def open_records(run: str, records: Mapping[str, SignedRecord], auth: PeerAuth) 
 
 
 def check_record(member: Member, time_ms: int, auth: PeerAuth) -> None:
-    """Raise RefusedError if an island's authentic record must not be used: another's name, banned, or too old."""
-    # With libp2p the address begins with the peer id, which libp2p proves when the island is called there.
+    """Raise RefusedError if an island's authentic record must not be used: its name is
+    another's, it is banned, or too old."""
+    # With libp2p the address begins with the peer id, which libp2p verifies when the island is
+    # called at this address.
     auth.check(member.island, member.identity, member.control_addresses[0].partition(":")[0])
     if auth.names is not None and not auth.names.is_newest(member.island, time_ms, SLACK_MS):
         raise RefusedError("old", f"a record of {member.island} that is older than one seen before")
@@ -224,7 +234,7 @@ def sign_withdrawal(key: IslandKey, run: str, member: Member, time_ms: int) -> W
 
 
 def check_withdrawal(withdrawal: Withdrawal) -> None:
-    """Raise RefusedError unless the holder of its key has signed it."""
+    """Raise RefusedError unless the holder of its key has signed the withdrawal."""
     body = f"{withdrawal.time}\n{withdrawal.island}\n{withdrawal.incarnation}".encode()
     if not verify(withdrawal.key, f"{withdrawal.run}/withdrawal", body, bytes.fromhex(withdrawal.signature)):
         raise RefusedError("record", f"a withdrawal of {withdrawal.island} that the key in it did not sign")

@@ -1,7 +1,7 @@
 """The rendezvous server (`diloco bootstrap --rendezvous tcp`), which keeps records and configs of runs without libp2p.
 
-It stores nothing that the islands do not know: after a restart at the same address they send everything again. Only
-whom a name belongs to may have been said by others first. With a folder it remembers that over restarts.
+It stores only data that the islands know: after a restart at the same address they send everything again. Only
+the owner of a name may be claimed by another island first. With a folder it keeps the owners over restarts.
 """
 
 import secrets
@@ -49,10 +49,10 @@ MAX_RUN_BYTES = 2 << 20
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
 MAX_NAMES = 8 * MAX_RECORDS  # of islands in the list of all runs, which is one reply
 NAMES_SECONDS = 60.0
-"""A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
+"""A rendezvous forgets the owners of a run's names when the run has had no island for this time."""
 NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
 UNKNOWN = 1
-"""Stands for the last change to the records of a run that is not known here."""
+"""Stands for the last change to the records of an unknown run."""
 HOLD_SECONDS = 1.0
 """A caller that knows all records gets its reply at the next change, or after this time."""
 
@@ -63,21 +63,21 @@ class _Record:
     signed: SignedRecord
     expires_at: float
     version: int
-    """Number of the change that brought it."""
+    """Number of the change that stored the record."""
 
 
 @dataclass
 class _RunRecords:
     changes: Iterator[int]
-    """Numbers for changes: of any two the later one is higher, over all runs of the server."""
+    """Numbers for changes. A later change always has a higher number, over all runs of the server."""
     config: str | None = None
     records: dict[str, _Record] = field(default_factory=dict)  # by island
     gone: dict[str, int] = field(default_factory=dict)
-    """Islands whose records were removed, with the number of that change, the oldest first."""
+    """Islands whose records were removed, by island, with the number of the removal, the oldest first."""
     version: int = field(init=False)
     """Number of the last change."""
     _first: int = field(init=False)
-    """Number of the change from which on all are known here."""
+    """Number of the first change from which on all changes are known here."""
     names: KnownNames = field(default_factory=KnownNames)
     """The owners of names, and the times of their newest statements."""
     used_at: float = 0.0
@@ -88,7 +88,7 @@ class _RunRecords:
         self.version = self._first = next(self.changes)
 
     def put(self, member: Member, signed: SignedRecord, expires_at: float) -> bool:
-        """Store an island's record. Returns whether it says something new."""
+        """Store an island's record. Return whether it differs from the stored one."""
         known = self.records.get(member.island)
         if known is not None and known.signed.text == signed.text:
             self.records[member.island] = _Record(member, signed, expires_at, known.version)
@@ -99,14 +99,14 @@ class _RunRecords:
         return True
 
     def remove(self, island: str) -> None:
-        """Remove an island's record, which there is."""
+        """Remove an island's record, which must exist."""
         del self.records[island]
         self.version = self.gone[island] = next(self.changes)
         while len(self.gone) > MAX_RECORDS:
             self._first = self.gone.pop(next(iter(self.gone)))
 
     def since(self, seen: int) -> tuple[dict[str, SignedRecord], list[str], bool]:
-        """What has changed since the change `seen`: records, islands without one now, and whether that is all."""
+        """Return (records changed since change `seen`, islands without a record now, whether it is all)."""
         is_whole = not self._first <= seen <= self.version
         changed = {name: record.signed for name, record in self.records.items() if is_whole or record.version > seen}
         return changed, [name for name, version in self.gone.items() if version > seen and not is_whole], is_whole
@@ -126,17 +126,17 @@ class _RunRecords:
         self.names = KnownNames(self.names_path)
 
     def check_owner(self, island: str, key: str, time_ms: int) -> bool:
-        """Whether a statement of an island is newer than all before. Raises RefusedError if the name is another's."""
+        """Return whether a statement of an island is the newest. Raises RefusedError if the name is another's."""
         if self.names.claim(island, key):
             raise RefusedError("name", str(name_taken_error(island, self.names.key_of(island) or "")))
         return time_ms > self.names.newest(island) and self.names.is_newest(island, time_ms)
 
 
 class RecordServer:
-    """Answers the calls to a rendezvous. Its memory is bounded, whatever callers send."""
+    """Answers the calls to a rendezvous. Its memory is limited, whatever callers send."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` keeps the owners of names over restarts. Raises InputError when a file there cannot be read."""
+        """Create a server. `folder` keeps owners of names over restarts. Raises InputError."""
         self._id, self._folder, self._changes = secrets.token_hex(8), folder, count(UNKNOWN + 1)
         self._runs = {} if folder is None else {name: self._new_run(name) for name in _remembered_runs(folder)}
         self._changed = ChangeSignal()
@@ -154,17 +154,17 @@ class RecordServer:
         return self._keep(await receive(Announcement, body))
 
     async def _beat(self, source: Endpoint, body: bytes) -> bytes:
-        """Keep the record alive, unless it comes from an old process of an island that was restarted."""
+        """Keep the record alive, unless it comes from an older process of an island that was restarted."""
         announcement = await receive(Announcement, body)
         member = open_record(announcement.run, announcement.record)
         record = self._find_run(announcement.run).records.get(member.island)
         is_same_island = record is not None and record.member.identity == member.identity
         if record is not None and is_same_island and record.member.incarnation != member.incarnation:
-            raise MessageError(f"the island {member.island!r} was started anew; this is not its newest process")
+            raise MessageError(f"the island {member.island!r} was restarted; this is not its newest process")
         return self._keep(announcement)
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
-        """Reply with what has changed in the run's records. A caller that knows all of it waits for a change."""
+        """Reply with the changes to the run's records. If the caller knows all of them, wait for a change."""
         query = await receive(RunQuery, body)
         seen = query.seen if query.server == self._id else 0
         await self._changed.wait_until(lambda: self._find_run(query.run).version != seen, HOLD_SECONDS)
@@ -206,7 +206,7 @@ class RecordServer:
     def _keep(self, announcement: Announcement) -> bytes:
         """Store the record, unless it is older than another, and build the reply.
 
-        Raises MessageError if its island has not signed it, if the name is another's, or if there is no room.
+        Raises MessageError if its island has not signed it, if the name is another island's, or if there is no room.
         """
         signed = announcement.record
         member, run = open_record(announcement.run, signed), self._find_or_create_run(announcement.run)
@@ -217,7 +217,7 @@ class RecordServer:
         return Kept(newest=run.names.newest(member.island)).encode()
 
     def _check_room(self, run: _RunRecords, island: str, length: int) -> None:
-        """Raise MessageError if a record of this length does not fit into the run's share of memory."""
+        """Raise MessageError if a record of this length does not fit into the run's memory limit."""
         others = [record for name, record in run.records.items() if name != island]
         num_bytes = sum(len(record.signed.text) for record in others) + length
         if length > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
@@ -227,13 +227,13 @@ class RecordServer:
             )
 
     def _find_run(self, name: str) -> _RunRecords:
-        """The run with its live records. An unknown run is returned empty and is not stored."""
+        """Return the run with its live records. An unknown run is returned empty and is not stored."""
         run = self._runs.get(name) or _RunRecords(repeat(UNKNOWN))
         run.drop_dead()
         return run
 
     def _find_or_create_run(self, name: str) -> _RunRecords:
-        """The run, which is stored if it is new. Beyond MAX_RUNS it replaces the oldest run without live islands."""
+        """Return the run, stored if it is new. Beyond MAX_RUNS it replaces the oldest without live islands."""
         if name not in self._runs and len(self._runs) >= MAX_RUNS:
             idle = [other for other in self._runs if not self._find_run(other).records]
             if not idle:
@@ -251,7 +251,7 @@ class RecordServer:
 
 
 def _remembered_runs(folder: Path) -> list[str]:
-    """The runs whose names a folder keeps, the newest ones. Files beyond the limit are removed."""
+    """Return the newest runs whose names a folder keeps, up to the limit. Remove the files of the others."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob(f"{NAMES_PREFIX}*{NAMES_SUFFIX}"), key=lambda path: path.stat().st_mtime)
     for path in paths[:-MAX_RUNS]:
@@ -278,7 +278,7 @@ class Rendezvous:
 def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None, folder: Path | None = None) -> Rendezvous:
     """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError.
 
-    In `folder` it remembers whom the names of the runs belong to.
+    In `folder` it keeps the owners of the runs' names.
     """
     loop = EventLoopThread()
     try:

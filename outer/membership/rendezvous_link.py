@@ -26,15 +26,17 @@ class RendezvousLink:
         self.is_announced = False
         """Whether this incarnation has announced itself to the rendezvous."""
         self.version, self.server = 0, ""
-        """Number of the last change that is known here, and the id of the process that sent it."""
+        """Number of the last change that is known here, and the id of the server process that
+        sent it."""
         self._members: dict[str, Member] = {}
         self._previous: dict[str, Member] = {}
-        """Records from before a loss. They count until `_trusted_from`: it may return with fewer islands."""
+        """Records from before a loss. They count until `_trusted_from`, because a rendezvous may
+        return with fewer islands."""
         self._trusted_from = 0.0
         self._grace_seconds = grace_seconds
 
     def known(self) -> dict[str, Member]:
-        """The records that count now, by island."""
+        """Return the records that count now, by island."""
         if time.monotonic() >= self._trusted_from:
             return self._members
         return self._previous | self._members
@@ -45,13 +47,13 @@ class RendezvousLink:
         self._members.pop(island, None)
 
     def on_answer(self, records: Records, members: Mapping[str, Member]) -> None:
-        """Note an answer and the members in its records, as far as they count.
+        """Record a reply and the members in its records that count.
 
-        It may be the first answer after a loss, and may come from another process than before.
+        It may be the first reply after a loss, and may come from another process than the last one.
         """
         was_lost = self.has_answered and not self.is_up
         if was_lost:
-            log.info("the rendezvous %s is back", self.address)
+            log.info("the rendezvous %s answers again", self.address)
         if was_lost or self.server not in ("", records.server):
             self._previous, self._trusted_from = self.known(), time.monotonic() + self._grace_seconds
             self.wake.set()
@@ -63,17 +65,18 @@ class RendezvousLink:
     def on_lost(self, error: TransportError) -> None:
         self.cause = first_line(error)
         if self.is_up:
-            log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
+            log.warning("the rendezvous %s is lost (%s); training continues without it", self.address, self.cause)
         self.is_up, self.version = False, 0
 
 
 def is_of_dht(addresses: Sequence[str]) -> bool:
-    """Whether there are addresses, and all are those of libp2p peers."""
+    """Return whether there are addresses, and all of them are libp2p multiaddresses."""
     return bool(addresses) and all(address.startswith("/") for address in addresses)
 
 
 def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None:
-    """Raise InputError unless there are addresses, and all are those of rendezvous."""
+    """Raise InputError unless there are addresses, and all of them are addresses of a
+    rendezvous."""
     if not addresses:
         or_dht = ""
         if NETWORKS[transport].may_meet_in_dht:
@@ -81,7 +84,7 @@ def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None
         raise InputError(
             f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, as "
             f"`diloco bootstrap --rendezvous tcp` prints it{or_dht}"
-            ". With several addresses the run survives the loss of any"
+            ". With several addresses the run survives the loss of a rendezvous"
         )
     for address in addresses:
         parse_rendezvous_address(address)

@@ -46,12 +46,13 @@ BEAT_SECONDS = 1.0
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 OTHERS_SECONDS = 2.0
-"""Time to wait for the other rendezvous once one has answered."""
+"""Longest wait for the other rendezvous once one of them has answered."""
 RETRY_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
-"""Least pause between two requests for records."""
+"""Shortest pause between two requests for records."""
 RENDEZVOUS = "rendezvous"
-"""Stands for a run's id in the frames to a rendezvous, because a rendezvous serves many runs."""
+"""Used in place of a run's id in the frames to a rendezvous, because a rendezvous serves many
+runs."""
 
 
 async def open_membership(
@@ -63,9 +64,11 @@ async def open_membership(
     auth: PeerAuth | None = None,
     dialer: Dialer | None = None,
 ) -> "TcpMembership":
-    """Open a membership at all of these rendezvous. Raises InputError unless at least one of them answers."""
+    """Open a membership at all of these rendezvous. Raises InputError unless at least one of
+    them answers."""
     auth = auth or PeerAuth()
-    # A rendezvous is no island: it has no name to keep, and the records in it are signed by the islands.
+    # A rendezvous is not an island: it has no name to check, and the islands themselves sign the
+    # records in it.
     own = replace(auth, names=None, access=Access())
     messenger = StreamMessenger(RENDEZVOUS, me, (dialer or Dialer()).open_streams, Traffic(), own)
     membership = TcpMembership(messenger, addresses, run_id, record_seconds, auth)
@@ -80,8 +83,9 @@ async def open_membership(
 class TcpMembership:
     """A Membership (outer.membership.base) at one or several rendezvous.
 
-    Every rendezvous gets all records, so one that answers is enough. While none answers, the last known records remain
-    valid. One that returns empty gets this island's record and config again.
+    Every rendezvous gets all records, so one that answers is enough. While none answers, the last
+    known records remain valid. A rendezvous that comes back empty gets this island's record and
+    config again.
     """
 
     def __init__(
@@ -103,7 +107,8 @@ class TcpMembership:
         self._beating: list[asyncio.Task[None]] = []
 
     async def connect(self, connect_seconds: float) -> None:
-        """Wait until a rendezvous has answered. Raises UnreachableError when none does, or all refuse the run key."""
+        """Wait until a rendezvous has answered. Raises UnreachableError when none answers, or
+        all refuse the run key."""
         links = self._links
         await self._asked.wait_until(
             lambda: any(link.has_answered for link in links) or all(is_about_run_key(link.cause) for link in links),
@@ -186,11 +191,11 @@ class TcpMembership:
         query = RunQuery(run=self._run_id, server=link.server, seen=link.version)
         reply = await self._call(link, "members", query)
         records = await receive_reply(self._messenger, link.target, Records, reply)
-        # Hundreds of signatures are checked.
+        # In a thread, because hundreds of signatures may have to be checked.
         found = await asyncio.to_thread(open_records, self._run_id, records.records, self._auth)
         link.on_answer(records, found)
         if self._config is not None and not records.has_config:
-            # A rendezvous that refuses the config also refuses the record, which `_beat` logs.
+            # A rendezvous that refuses the config also refuses the record, and `_beat` logs this.
             with suppress(MessageError):
                 await self._call(link, "publish", Publication(run=self._run_id, text=self._config))
 
@@ -220,7 +225,8 @@ class TcpMembership:
         return await self._messenger.call(link.target, kind, message.encode(), timeout_seconds=timeout_seconds)
 
     async def _call_all(self, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
-        """Call all rendezvous and return the replies of those that are reachable. Raises InputError if one refuses."""
+        """Call all rendezvous and return the replies of those that can be reached. Raises
+        InputError if one refuses."""
         calls = (self._call(link, kind, message, timeout_seconds) for link in self._links)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
@@ -231,10 +237,11 @@ class TcpMembership:
         return [reply for reply in replies if isinstance(reply, bytes)]
 
     async def _announce_everywhere(self, member: Member) -> bool:
-        """Announce this island. Returns False if a rendezvous knows a newer record; the next one is above its time."""
+        """Announce this island. Return False if a rendezvous knows a newer record; the next
+        announcement then has a higher time."""
         announcement = self._announcement(member)
         newest = [(await receive(Kept, reply)).newest for reply in await self._call_all("announce", announcement)]
-        self._newest = max([self._newest, *newest])  # Perhaps none answers: it gets the record when it is back.
+        self._newest = max([self._newest, *newest])  # A rendezvous that does not answer gets the record later.
         return max(newest, default=0) <= announcement.record.time
 
     def _announcement(self, member: Member) -> Announcement:
@@ -242,7 +249,8 @@ class TcpMembership:
         return Announcement(run=self._run_id, record=record, life_seconds=self._record_seconds)
 
     def _next_time(self) -> int:
-        """The time of a new statement, in milliseconds: higher than that of all before, whatever the clock does."""
+        """Return the time of a new statement, in milliseconds. It is higher than all earlier
+        ones, even if the clock is set back."""
         self._newest = max(int(time.time() * 1000), self._newest + 1)
         return self._newest
 
@@ -250,7 +258,8 @@ class TcpMembership:
 async def find_runs_at_rendezvous(
     address: str, connect_seconds: float, key: RunKey | None, dialer: Dialer | None = None
 ) -> dict[str, RunInfo]:
-    """The runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be reached."""
+    """Return the runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be
+    reached."""
     parse_rendezvous_address(address)
     open_streams, auth = (dialer or Dialer()).open_streams, PeerAuth(key, names=None)
     messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), open_streams, Traffic(), auth)

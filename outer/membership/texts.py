@@ -1,4 +1,4 @@
-"""Whether the islands of a run read the same text, by what each says of its own in its record."""
+"""Comparison of the texts of the run's islands, by the fingerprints in their records."""
 
 import logging
 from collections.abc import Mapping
@@ -8,18 +8,20 @@ from outer.membership.base import Member, TextPrint
 log = logging.getLogger(__name__)
 
 NAMED = 8
-"""Islands with other text that are named, so that a stranger with many names does not fill the log."""
+"""Number of islands with other text that are named in a warning, so that a stranger with many
+names does not fill the log."""
 
 
 class TextComparison:
-    """Warns once of each island whose text differs from this one's."""
+    """Warns once per island whose text differs from this one's."""
 
     def __init__(self, own: TextPrint | None) -> None:
-        """`own`: None if this island says nothing of its text; then nothing is compared."""
+        """Create a comparison. `own`: None if this island publishes no fingerprint, in which
+        case nothing is compared."""
         self._own, self._told = own, set[str]()
 
     def look(self, members: Mapping[str, Member]) -> None:
-        """Compare this island's text with that in the records of others."""
+        """Compare this island's text with the text in the records of others."""
         own = self._own
         if own is None:
             return

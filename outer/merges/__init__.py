@@ -1,4 +1,4 @@
-"""Merge rules, which reduce the participants' parts to one."""
+"""Merge rules, which combine the participants' parts into one."""
 
 from functools import partial
 
@@ -15,7 +15,8 @@ from outer.merges.trimmed_mean import trimmed_mean
 
 
 def build_merge(config: MergeConfig) -> Merge:
-    """The merge rule that the config selects. Raises InputError for own code that does not do what a rule must."""
+    """Return the merge rule that the config selects. Raises InputError for own code that does
+    not do what a rule must."""
     if is_import_path(config.rule):
         return build_own_merge(config.rule, config.options)
     rules: dict[str, Merge] = {

@@ -1,4 +1,4 @@
-"""The merge interface: a function that reduces the participants' parts to one."""
+"""The merge interface: a function that combines the participants' parts into one."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -29,10 +29,10 @@ class Merge(Protocol):
 
 
 def weights_of(tokens: Sequence[int]) -> list[float]:
-    """Each participant's share of all tokens; the shares sum to 1, within rounding.
+    """Return each participant's share of all tokens. The shares sum to 1, within rounding.
 
-    If no participant has trained on any token, all shares are equal. There must be at least one participant. Raises
-    MessageError on a negative count.
+    If no participant has trained on any token, all shares are equal. There must be at least one
+    participant. Raises MessageError on a negative count.
     """
     #   tokens         weights
     #   [300, 100]     [0.75, 0.25]
@@ -48,7 +48,7 @@ def weights_of(tokens: Sequence[int]) -> list[float]:
 
 
 def drop_weightless(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> tuple[list[torch.Tensor], list[float]]:
-    """The parts of nonzero weight, at least one, and their weights."""
+    """Return the parts of nonzero weight, at least one, and their weights."""
     kept = [(values, weight) for values, weight in zip(parts, weights, strict=True) if weight > 0]
     assert kept, "at least one weight must be positive"
     return [values for values, _ in kept], [weight for _, weight in kept]

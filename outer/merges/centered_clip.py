@@ -26,13 +26,13 @@ def centered_clip(parts: Iterable[torch.Tensor], weights: Sequence[float], last:
 
 
 def _coefficients(products: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Coefficients c of v = c_0 start + sum_i c_i x_i, which sum to 1."""
+    """Return the coefficients c of v = c_0 start + sum_i c_i x_i, which sum to 1."""
     coefficients = np.zeros(len(products))
     coefficients[0] = 1.0
     for _ in range(ITERATIONS):
         lengths = distances(products, coefficients)[1:]
         radius = np.median(lengths)
-        # Divided only where it clips, because a participant's part may equal v.
+        # Only lengths above the radius are divided by, because a participant's part may equal v.
         clipped = shares * np.divide(radius, lengths, out=np.ones_like(lengths), where=lengths > radius)
         coefficients *= 1.0 - clipped.sum()
         coefficients[1:] += clipped

@@ -1,4 +1,5 @@
-"""Each element's mean over the participants that sent it, for sparse codecs (as in SparseLoCo's own code)."""
+"""The mean of each element over the participants that sent it, for sparse codecs (as in
+SparseLoCo's own code)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,10 +10,11 @@ from outer.merges.mean import WeightedSum
 
 
 def contributors(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
-    """Elementwise sum_i w_i x_i / sum_i w_i over the nonzero x_i; zero where all are zero. Ignores `last`.
+    """Return elementwise sum_i w_i x_i / sum_i w_i over the nonzero x_i; zero where all are zero.
+    Ignores `last`.
 
-    SparseLoCo's paper (2508.15706) divides by all weights, as the rule `mean` does. For an element that one of eight
-    islands has sent, its result is eight times smaller.
+    SparseLoCo's paper (2508.15706) divides by all weights, like the rule `mean`. With it, an
+    element that one of eight islands has sent would be eight times smaller.
     """
     weighted, shares = drop_weightless(parts, weights)
     total, weight = WeightedSum(weighted[0].numel()), WeightedSum(weighted[0].numel())

@@ -7,13 +7,15 @@ import torch
 from outer.space.buffers import BUFFERS
 
 STRETCH_ELEMENTS = 1 << 15
-"""Elements that are multiplied and added at once, so that the product stays in a core's cache."""
+"""Number of elements that are multiplied and added at once, so that the product stays in a
+core's cache."""
 
 
 class WeightedSum:
     """Sum of weighted parts in fp32, in the order of the calls.
 
-    Product and sum round separately, each to nearest, so that equal calls give equal bits on every machine.
+    Product and sum are rounded separately, each to nearest, so that equal calls give equal bits on
+    every machine.
     """
 
     def __init__(self, num_elements: int) -> None:
@@ -24,17 +26,20 @@ class WeightedSum:
         """Add weight * values (1-D fp32, CPU). The weight is rounded to fp32 first."""
         shape = self._sum.shape
         assert values.shape == shape, f"a part of shape {tuple(values.shape)} into a sum of {tuple(shape)}"
-        # add_(values, alpha=weight) would fuse product and sum on machines with FMA and give other bits there.
+        # add_(values, alpha=weight) would fuse product and sum on machines with FMA, which gives
+        # other bits.
         for part, total in zip(values.split(STRETCH_ELEMENTS), self._sum.split(STRETCH_ELEMENTS), strict=True):
             total.add_(torch.mul(part, weight, out=self._product[: part.numel()]))
 
     def result(self) -> torch.Tensor:
-        """The sum so far, 1-D fp32. This is the internal tensor, so call it after the last `add`."""
+        """Return the sum so far, 1-D fp32. This is the internal tensor, so call it after the
+        last `add`."""
         return self._sum
 
 
 def weighted_mean(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Sum of weight * part over at least one part, 1-D fp32, in the given order. Holds one part at a time."""
+    """Return the sum of weight * part over at least one part, 1-D fp32, in the given order.
+    Holds one part at a time."""
     total: WeightedSum | None = None
     for values, weight in zip(parts, weights, strict=True):
         if total is None:
@@ -45,5 +50,5 @@ def weighted_mean(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> to
 
 
 def mean(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
-    """The weighted mean. Ignores `last`."""
+    """Return the weighted mean. Ignores `last`."""
     return weighted_mean(parts, weights)

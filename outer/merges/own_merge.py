@@ -1,4 +1,4 @@
-"""A merge rule of the user's own, and what is tried before a run begins with it."""
+"""A merge rule of the user's own, and the tests that it must pass before a run begins with it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,20 +12,20 @@ from outer.own_code import find, once, require
 
 KEY = "outer.merge.rule"
 Rule = Callable[..., torch.Tensor]
-"""rule(parts, weights, last, **options): a list of 1-D fp32 tensors, and their weights, all above zero, to one such
-tensor. `last` is None."""
+"""rule(parts, weights, last, **options) takes a list of 1-D fp32 tensors and their weights, all
+above zero, and returns one such tensor. `last` is None."""
 
 
 @once
 def build_own_merge(path: str, options: Options) -> Merge:
-    """Build the rule that an import path names and try it. Raises InputError."""
+    """Build the rule that an import path names and test it. Raises InputError."""
     return check_merge(partial(find(path, KEY), **options), path)
 
 
 def check_merge(rule: Rule, name: str = "the rule") -> Merge:
-    """Try what every merge rule must do, and return it with checks around it.
+    """Test what every merge rule must do, and return the rule with checks around it.
 
-    Raises InputError with the claim that does not hold.
+    Raises InputError with the requirement that does not hold.
     """
 
     def merge(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
@@ -57,14 +57,14 @@ def gives_equal_bits(merge: Merge) -> bool:
 
 
 def ignores_islands_without_weight(merge: Merge) -> bool:
-    """An island of weight zero changes nothing."""
+    """Return an island of weight zero changes nothing."""
     alone = merge(_parts(2), [0.5, 0.5], None)
     joined = merge([*_parts(2), torch.full((300,), 1e30)], [0.5, 0.5, 0.0], None)
     return torch.equal(alone, joined)
 
 
 def takes_any_size(merge: Merge) -> bool:
-    """A part of any size, from one element on, is merged to as many."""
+    """Return a part of any size, from one element on, is merged to as many."""
     return all(merge(_parts(3, size), [0.5, 0.25, 0.25], None).shape == (size,) for size in (1, 2, 255, 256))
 
 

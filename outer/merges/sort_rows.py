@@ -1,4 +1,4 @@
-"""Sort the participants' parts coordinate by coordinate."""
+"""Sorts the participants' parts coordinate by coordinate."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -10,13 +10,14 @@ CHUNK = 32768
 
 
 def chunks(num_elements: int) -> Iterator[slice]:
-    """Slices of at most CHUNK elements that together cover `num_elements`."""
+    """Yield slices of at most CHUNK elements that together cover `num_elements`."""
     for start in range(0, num_elements, CHUNK):
         yield slice(start, min(start + CHUNK, num_elements))
 
 
 def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """New rows in which each coordinate is in ascending order over the rows. `rows` are not changed."""
+    """Return new rows in which each coordinate is in ascending order over the rows. `rows` are
+    not changed."""
     # Comparing whole rows is vectorised; torch.sort and numpy.sort along the short axis take 4 to 20 times as long.
     result = list(rows)
     for low, high in comparators(len(result)):
@@ -25,19 +26,22 @@ def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def coordinate_median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The median of every coordinate, 1-D fp32; of an even number of parts, the mean of the two middle values."""
+    """Return the median of every coordinate, 1-D fp32. For an even number of parts it is the
+    mean of the two middle values."""
     lower, upper = (len(parts) - 1) // 2, len(parts) // 2
     result = torch.empty_like(parts[0])
     for chunk in chunks(result.numel()):
         rows = sort_rows([values[chunk] for values in parts])
-        # Halved before the addition, because the sum of two finite values may be infinite.
+        # The values are halved before the addition, because the sum of two finite values may be
+        # infinite.
         result[chunk] = rows[lower] * 0.5 + rows[upper] * 0.5
     return result
 
 
 @cache
 def comparators(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """Batcher's merge exchange sort: pairs (low, high) that sort any rows when they are ordered one after the other."""
+    """Return Batcher's merge exchange sort: pairs (low, high) that sort any rows when they are
+    compared in this order."""
     #   num_rows   comparators
     #   2          (0,1)
     #   3          (0,2) (0,1) (1,2)

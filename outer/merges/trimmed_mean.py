@@ -10,11 +10,13 @@ from outer.merges.mean import weighted_mean
 from outer.merges.sort_rows import chunks, sort_rows
 
 ROUNDING = 1e-9
-"""Tolerance of the product: 0.07 * 100 is slightly more than 7 in fp64, but must not round up to 8."""
+"""Tolerance of the product: 0.07 * 100 is slightly more than 7 in fp64, but must not round up to
+8."""
 
 
 def num_trimmed(trim: float, num_participants: int) -> int:
-    """Number of values left out at each end of a coordinate; at least one value stays."""
+    """Return the number of values left out at each end of a coordinate; at least one value
+    stays."""
     #   trim    participants  left out at each end
     #   0.125   1, 2          0
     #   0.125   3 .. 8        1
@@ -26,7 +28,8 @@ def num_trimmed(trim: float, num_participants: int) -> int:
 def trimmed_mean(
     parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None, *, trim: float
 ) -> torch.Tensor:
-    """For every coordinate the weighted mean of its values without the b lowest and the b highest. Ignores `last`.
+    """Return for every coordinate the weighted mean of its values without the b lowest and b
+    highest. Ignores `last`.
 
     b = num_trimmed(trim, participants). Trimming counts participants, whatever their tokens; the values that stay are
     weighted by tokens. With at most b attackers the result is between the smallest and the largest value of the honest
@@ -51,5 +54,5 @@ def _average_inner(rows: list[torch.Tensor], shares: list[float], cut: int) -> t
         weights = ((values >= low) & (values <= high)) * share
         total.add_(values * weights)
         weight.add_(weights)
-    # Clamped because rounding could move the quotient out of the range of the averaged values.
+    # Clamped, because rounding could move the quotient out of the range of the averaged values.
     return total.div_(weight).clamp_(low, high)

@@ -245,7 +245,8 @@ def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks:
 def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:
     """Run-length encode the carrier rank of each part.
 
-    >>> pack_carriers([0, 0, 0, 1, 1]) [(0, 3), (1, 2)]
+    >>> pack_carriers([0, 0, 0, 1, 1])
+    [(0, 3), (1, 2)]
     """
     return [(rank, len(list(run))) for rank, run in groupby(carriers)]
 

@@ -88,8 +88,8 @@ def backoff(num_failures: int, *, first_seconds: float, max_seconds: float) -> f
     """Return the pause after `num_failures` (at least 1) in a row. It doubles with each, up to
     `max_seconds`.
 
-    >>> [backoff(n, first_seconds=1.0, max_seconds=10.0) for n in (1, 2, 3, 4, 5, 9999)] [1.0, 2.0,
-    4.0, 8.0, 10.0, 10.0]
+    >>> [backoff(n, first_seconds=1.0, max_seconds=10.0) for n in (1, 2, 3, 4, 5, 9999)]
+    [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     """
     doublings = min(num_failures - 1, MAX_DOUBLINGS)
     return min(first_seconds * 2.0**doublings, max_seconds)

@@ -1,4 +1,4 @@
-"""Which participant of a plan reduces which part: equal shares, or larger ones where the link is faster.
+"""The assignment of parts to the participants that reduce them: equal shares, or larger ones for faster links.
 
 Of a model of P bytes, an island that reduces the share s of the parts sends (1 - s) P of its own pseudo-gradient to the
 other reducers, and the means s P to n - 1 islands. Over a link of rate u that takes
@@ -17,11 +17,13 @@ from functools import lru_cache
 from outer.agreement.messages import Plan
 
 SLOTS_PER_ISLAND = 16
-"""Parts of one turn over all islands, for each island: the precision of unequal shares."""
+"""Number of parts per island in one turn over all islands. It sets the precision of unequal
+shares."""
 
 
 class Assignment:
-    """The reducer of each part in a plan. Every participant computes the same from the plan."""
+    """The reducer of each part in a plan. Every participant computes the same assignment from
+    the plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._turn = [plan.names[index] for index in _find_turn(tuple(p.link_kbit for p in plan.participants))]
@@ -32,12 +34,14 @@ class Assignment:
 
 @lru_cache(maxsize=32)
 def _find_turn(rates: tuple[int, ...]) -> tuple[int, ...]:
-    """The participants that reduce the parts of a turn. Fractions take time, and most plans repeat the last rates."""
+    """Return the participants that reduce the parts of a turn. Cached, because fractions are
+    slow and most plans have the last rates."""
     return tuple(take_turns(reduce_shares(rates), SLOTS_PER_ISLAND * len(rates)))
 
 
 def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
-    """The share of the parts that each of the islands reduces. Equal ones if a rate is 0, which is not known.
+    """Return the share of the parts that each island reduces. The shares are equal if a rate is 0,
+    which means unknown.
 
     >>> [str(share) for share in reduce_shares([100, 100, 100, 100])]
     ['1/4', '1/4', '1/4', '1/4']
@@ -58,11 +62,12 @@ def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
 
 
 def take_turns(shares: Sequence[Fraction], num_slots: int) -> list[int]:
-    """Indices in an order in which each has its share of `num_slots` places, spread evenly. The shares add up to 1."""
+    """Return indices in an order in which each has its share of `num_slots` places, spread
+    evenly. The shares add up to 1."""
     counts = [int(share * num_slots) for share in shares]
     rest = sorted(range(len(shares)), key=lambda index: (counts[index] - shares[index] * num_slots, index))
     for index in rest[: num_slots - sum(counts)]:
         counts[index] += 1
-    # The division of two whole numbers is rounded in the same way everywhere.
+    # The division of two integers is rounded in the same way on every machine.
     places = [((2 * k + 1) / (2 * count), index) for index, count in enumerate(counts) for k in range(count)]
     return [index for _, index in sorted(places)]

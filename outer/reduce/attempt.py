@@ -1,4 +1,5 @@
-"""The reduce of one attempt on one rank, bounded by a deadline and ended early by any participant's no vote."""
+"""The reduce of one attempt on one rank, limited by a deadline and ended early by any
+participant's no vote."""
 
 import asyncio
 from collections.abc import Mapping
@@ -24,9 +25,10 @@ from outer.space.layout import Space
 from outer.transports.base import Transport
 
 RENEW_SECONDS = 8.0
-"""After a reduce that has taken longer, a new group is worth the time that it takes to connect."""
+"""If the last reduce took longer than this, a new group may be worth the time to connect."""
 MAX_PLANS = 64
-"""Limit of plans whose no votes are remembered before this island takes part in them."""
+"""Limit for the number of plans whose no votes are remembered before this island takes part in
+them."""
 
 
 class Attempts:
@@ -35,25 +37,29 @@ class Attempts:
     def __init__(
         self, transport: Transport, reducer: Reducer, deadlines: Deadlines, auditor: Auditor | None = None
     ) -> None:
-        """`auditor` audits some of the means that have arrived; None if there are no audits."""
+        """Create the attempts of a rank. `auditor` audits some of the means that have arrived;
+        None if there are no audits."""
         self._transport, self.reducer, self._deadlines, self._auditor = transport, reducer, deadlines, auditor
         self.num_audited = 0
-        """Parts that this rank audited in the last attempt."""
+        """Number of parts that this rank audited in the last attempt."""
         self.epoch = ""
-        """Id of the transport group this rank is connected in, or "". All ranks of an island agree between attempts."""
+        """Id of the transport group in which this rank is connected, or "". All ranks of an
+        island agree on it between attempts."""
         self._members: tuple[str, ...] = ()
         self._seconds = 0.0
-        """How long the last reduce took that succeeded."""
+        """Duration of the last successful reduce in seconds."""
         self._no_votes: dict[str, dict[str, str]] = {}
         """Causes of no votes, by plan and island."""
         self._no_vote_arrived = asyncio.Event()
 
     @property
     def offered_epoch(self) -> str:
-        """The epoch in which this island offers to go on. If it is "", all participants of the next plan connect anew.
+        """The epoch in which this island offers to continue. If it is "", all participants of the
+        next plan connect again.
 
-        TCP shares a link among connections by what each has learnt, and those that came last in a reduce have learnt
-        to take more: the next one ends later. New connections are equals.
+        TCP divides a link among connections by their recent rates. The connections that finished
+        last in a reduce get more of the link in the next one, which then takes longer. New
+        connections get equal shares.
         """
         is_uneven = self._transport.is_uneven and len(self._members) > 2 and self._seconds > RENEW_SECONDS
         return "" if is_uneven else self.epoch
@@ -61,7 +67,8 @@ class Attempts:
     async def run(
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
     ) -> dict[int, Mean]:
-        """The means of this rank's parts, as `Reducer.run`. Raises OuterError, and then drops everything in flight."""
+        """Return the means of this rank's parts, like `Reducer.run`. Raises OuterError after
+        dropping everything in flight."""
         limit, self.num_audited = self._deadlines.limit("reduce"), 0
         self._no_votes = {plan.id: self._no_votes.get(plan.id, {})}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads, digest_after))
@@ -73,7 +80,8 @@ class Attempts:
             no_vote.cancel()
             work.cancel()
             await asyncio.wait({work, no_vote})
-        # Read in every case, because asyncio logs exceptions of tasks that were never retrieved.
+        # The exception is read in every case, because asyncio logs exceptions that were never
+        # retrieved.
         error = None if work.cancelled() else work.exception()
         if is_done and error is None:
             return work.result()
@@ -87,13 +95,15 @@ class Attempts:
         raise TransportError(cause) if cause else DeadlineError(f"the reduce took longer than {limit:.0f} s")
 
     def dispute(self, plan: Plan) -> None:
-        """Participants of the plan have found different means: if there are audits, look at all they send next."""
+        """Record that participants of the plan have found different means: audit all parts that
+        they reduce next, if there are audits."""
         assert_on_loop()
         if self._auditor is not None:
             self._auditor.disputed |= set(plan.names)
 
     async def drop(self) -> None:
-        """Disconnect. Every rank calls this after an attempt that did not commit: some participants may have left."""
+        """Disconnect. Every rank calls this after an attempt that did not commit, because some
+        participants may have left."""
         self.reducer.release()
         if self.epoch:
             await self._disconnect()
@@ -106,12 +116,13 @@ class Attempts:
             self._no_vote_arrived.set()
 
     def find_no_vote(self, plan: Plan) -> str | None:
-        """Why the attempt must end, if one of its participants has voted no or is lost; otherwise None."""
+        """Return why the attempt must end if one of its participants has voted no or is lost,
+        otherwise None."""
         causes = self._no_votes.get(plan.id, {})
         return next((f"island {name!r}: {causes[name]}" for name in plan.names if name in causes), None)
 
     async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
-        """Answer the call `vote` on ranks other than the leader, which are sent only no votes."""
+        """Answer the call `vote` on ranks other than the leader, which receive only no votes."""
         vote = await receive(Vote, body)
         if vote.digest is not None or vote.island != source.island:
             raise MessageError("only an island's own no is sent to this rank")
@@ -125,7 +136,8 @@ class Attempts:
     async def _connect_and_reduce(
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None
     ) -> dict[int, Mean]:
-        """Reduce and audit, after connecting if members changed or an attempt failed, as all see in the plan."""
+        """Reduce and audit. Connect first if members changed or an attempt failed, which all
+        participants see in the plan."""
         members = tuple(p.incarnation for p in plan.participants)
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
@@ -139,7 +151,8 @@ class Attempts:
         return means
 
     def _find_stalled_by(self) -> tuple[str, bool] | None:
-        """The island that alone held up the last attempt, as far as this rank saw it, and whether by means alone."""
+        """Return the island that alone delayed the last attempt on this rank, and whether only
+        means of it were missing."""
         if (found := self.reducer.stalled_by) is not None:
             island, leg = found
             return island, leg is Leg.GATHER
@@ -153,10 +166,12 @@ class Attempts:
 
 
 def find_partners(plan: Plan, me: Endpoint) -> dict[Endpoint, str]:
-    """Addresses of this endpoint, and of those that it shares parts with, directly or through others.
+    """Return the addresses of this endpoint and of the endpoints with which it shares parts,
+    directly or through others.
 
-    Islands of equal meshes cut their parts alike, and each rank speaks with one of each island. All endpoints of the
-    result find the same ones, because all have the same plan.
+    Islands with equal meshes divide their parts in the same way, so each rank communicates with one
+    rank of each island. All endpoints in the result compute the same result, because all have the
+    same plan.
     """
     names, carriers = plan.names, [unpack_carriers(each.carriers) for each in plan.participants]
     sharing = {frozenset(map(Endpoint, names, ranks)) for ranks in zip(*carriers, strict=True)}
@@ -170,7 +185,8 @@ def find_partners(plan: Plan, me: Endpoint) -> dict[Endpoint, str]:
 def build_attempts(
     config: OuterConfig, me: Endpoint, space: Space, network: Network, deadlines: Deadlines, hooks: Hooks
 ) -> Attempts:
-    """The reduce of one rank, with audits if the config asks for them. The network's event loop must be running."""
+    """Build the reduce of one rank, with audits if the config selects them. The network's event
+    loop must be running."""
     codecs, merge, transport, messenger = build_codec_choice(config), config.merge, network.transport, network.messenger
     if config.audit == 0:
         return Attempts(transport, Reducer(transport, codecs, space, me, hooks, merge), deadlines)

@@ -1,11 +1,17 @@
-"""Audits: after a reduce, recompute means of parts that other islands reduced, from the payloads that they received.
+"""Audits: after a reduce, recompute means of parts that other islands reduced, from the payloads
+that they received.
 
-    choose    each part with a probability of its own, drawn in private once its mean is here; all after a dispute
-    fetch     the reducer's signed statement, then each contributor's payload
-    judge     every payload is the one that its contributor signed, and their mean has the bytes that the reducer sent
+choose: each part with a certain probability, drawn in private once its mean has arrived; all parts
+after a dispute.
 
-The reducer has sent the mean before it can know that it is audited. Whom an audit finds at fault is accused in this
-island's vote, so the attempt does not commit. See docs/decisions/0024-reducers-are-audited.md.
+fetch: the reducer's signed statement, then each contributor's payload.
+
+judge: every payload must be the one that its contributor signed, and their mean must have the bytes
+that the reducer sent.
+
+The reducer has sent the mean before it can know whether it will be audited. This island's vote
+accuses an island that an audit finds at fault, so the attempt does not commit. See
+docs/decisions/0024-reducers-are-audited.md.
 """
 
 import asyncio
@@ -31,23 +37,24 @@ from outer.reduce.means import encode_mean_of
 from outer.reduce.payloads import Mean, Payloads
 
 AUDITS_AT_ONCE = 4
-"""Limit per rank. Each holds the payloads of one part."""
+"""Limit for the audits per rank at a time. Each audit holds the payloads of one part."""
 LONGEST_CALL_SECONDS = 3600.0
-"""Time limit of a call. The caller of `Auditor.run` bounds all of them together."""
+"""Time limit of a call. The caller of `Auditor.run` limits the time of all calls together."""
 SHORT_BYTES = 2048
-"""A refusal in words fits, whatever the payloads have."""
+"""Smallest limit for a reply, so that the text of a refusal fits."""
 STATEMENT_BYTES = 512
-"""More than a statement has for each payload, and besides."""
+"""Upper bound of a statement's bytes per payload, and of its other bytes."""
 AGAIN_SECONDS = 0.2
 PING_SECONDS = 1.0
 
 
 @dataclass
 class Auditor:
-    """Audits on one rank, of parts that it carries. Its methods run on the event loop."""
+    """Audits on one rank, of the parts that it carries. Its methods run on the event loop."""
 
     probability: float
-    """Probability that a part of a round is audited by one participant or more; see `audit_rate`."""
+    """Probability that a part of a round is audited by at least one participant; see
+    `audit_rate`."""
     me: Endpoint
     commitments: Commitments
     payloads: Payloads
@@ -55,15 +62,17 @@ class Auditor:
     messenger: Messenger
     deadlines: Deadlines
     draws: random.Random = field(default_factory=random.SystemRandom)
-    """What decides which parts are audited. Nobody else may be able to predict it."""
+    """Random numbers that decide which parts are audited. No other island may be able to predict
+    them."""
     awaited: Counter[str] = field(default_factory=Counter)
-    """Audits that the last attempt waited for when it ended, by reducer."""
+    """Number of audits for which the last attempt was waiting when it ended, by reducer."""
     disputed: set[str] = field(default_factory=set)
-    """Islands that took part in a plan in which digests differed. In the next plan with any of them all parts are
-    audited: a reducer may have sent one of them another mean than the others."""
+    """Islands that took part in a plan in which digests differed. In the next plan with any of
+    them all parts are audited, because a reducer may have sent different means."""
 
     async def run(self, plan: Plan, means: Mapping[int, Mean]) -> int:
-        """Audit some of this rank's parts, and return how many. The caller must set a time limit.
+        """Audit some of this rank's parts, and return their number. The caller must set a time
+        limit.
 
         Raises AuditError, which names a reducer, or another TransportError.
         """
@@ -80,7 +89,7 @@ class Auditor:
         return len(chosen)
 
     def choose(self, plan: Plan, means: Mapping[int, Mean]) -> list[int]:
-        """Draw the parts to audit: of those in `means` that another island has reduced."""
+        """Draw the parts to audit among the parts in `means` that another island has reduced."""
         rate = 1.0 if self.disputed & set(plan.names) else audit_rate(self.probability, len(plan.names))
         reduced = [part for part in sorted(means) if not self.payloads.are_gathered(part)]
         reducer_of = Assignment(plan).reducer_of
@@ -88,7 +97,7 @@ class Auditor:
 
     @property
     def stalled_by(self) -> str | None:
-        """The island that alone held up the audits of the last attempt, or None."""
+        """The island that alone delayed the audits of the last attempt, or None."""
         islands = {island for island, count in self.awaited.items() if count}
         return min(islands) if len(islands) == 1 else None
 
@@ -101,7 +110,8 @@ class Auditor:
             except (PeerLost, MessageError) as error:
                 if isinstance(error, AuditError):
                     raise
-                # If the attempt is over or the reducer lost, that is known within this time and ends the audit.
+                # If the attempt is over or the reducer is lost, this becomes known within this time
+                # and ends the audit.
                 await asyncio.sleep(PING_SECONDS + self.deadlines.limit("call"))
                 text = f"island {reducer!r} does not show the payloads of part {part}, which it reduced: {error}"
                 raise AuditError(reducer, text, is_wrong=False) from None
@@ -117,10 +127,11 @@ class _Case:
     part: int
     reducer: str
     mean: torch.Tensor
-    """The encoded mean that the reducer has sent."""
+    """The encoded mean that the reducer sent."""
 
     async def judge(self) -> None:
-        """Raises AuditError if the mean is wrong; PeerLost or MessageError if the reducer does not show its work."""
+        """Check the mean. Raises AuditError if it is wrong; PeerLost or MessageError if the
+        reducer does not show its payloads."""
         request = StatementRequest(plan=self.plan.id, part=self.part)
         longest = STATEMENT_BYTES * (4 + len(self.plan.contributors))
         statement = await receive(Statement, await self._call("statement", request.encode(), longest, bulk=False))
@@ -133,7 +144,8 @@ class _Case:
             raise self._wrong("is not the mean of the payloads that it received, as it shows them itself")
 
     def _check_statement(self, statement: Statement) -> None:
-        """Raise AuditError unless it is about the mean that was sent, and about payloads that contributors signed."""
+        """Raise AuditError unless the statement is about the mean that was sent, and about
+        payloads that contributors signed."""
         commitments, contributors = self.auditor.commitments, [p.island for p in self.plan.contributors]
         is_about = (statement.plan, statement.part, len(statement.payloads))
         if is_about != (self.plan.id, self.part, len(contributors)):
@@ -141,35 +153,38 @@ class _Case:
         if not is_statement_signed(commitments.key_of(self.reducer), statement):
             raise MessageError("its statement is not signed with its key")
         if statement.mean != digest_of(self.mean):
-            raise self._wrong("is another one than it says to have sent")
+            raise self._wrong("is not the one in its statement")
         for name, each in zip(contributors, statement.payloads, strict=True):
             public, signature = commitments.key_of(name), bytes.fromhex(each.signature)
             if not is_payload_signed(public, self.plan, self.part, each.digest, signature):
-                raise self._wrong(f"is one of a payload that island {name!r} has not sent")
+                raise self._wrong(f"includes a payload that island {name!r} has not sent")
 
     async def _fetch(self, island: str, digest: str) -> torch.Tensor:
-        """The payload of a contributor, as the reducer shows it: the one that the contributor has signed."""
+        """Return a contributor's payload, as the reducer shows it. It must be the payload that
+        the contributor signed."""
         request = PayloadRequest(plan=self.plan.id, part=self.part, island=island)
         longest = max(SHORT_BYTES, self.auditor.payloads.num_bytes(self.part, of_mean=False))
         body = await self._call("shown", request.encode(), longest, bulk=True)
         payload = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
         if await asyncio.to_thread(digest_of, payload) != digest:
-            raise MessageError(f"what it shows of island {island!r} is not what it has signed")
+            raise MessageError(f"the payload that it shows of island {island!r} is not the one that it has signed")
         return payload
 
     def _recompute(self, shown: list[torch.Tensor]) -> torch.Tensor:
-        """The encoded mean, computed as its reducer must have done it."""
+        """Return the encoded mean, computed in the same way as by its reducer."""
         auditor, plan = self.auditor, self.plan
-        # Rules and filters that remember earlier rounds are refused together with audits (outer/config/outer.py).
+        # Rules and filters that remember earlier rounds cannot be combined with audits
+        # (outer/config/outer.py).
         filters = OutlierFilters(auditor.config).begin(plan.round, plan.names)
         merge = build_merge(auditor.config)
         try:
             return encode_mean_of(self.part, shown, plan, auditor.payloads, merge, filters, None)[0]
         except PoisonError as error:
-            raise self._wrong(f"is one of a payload that it had to refuse ({error})") from None
+            raise self._wrong(f"includes a payload that it had to refuse ({error})") from None
 
     async def _call(self, kind: str, body: bytes, longest: int, *, bulk: bool) -> bytes:
-        """Call the rank that reduced the part, for at most `longest` bytes; once more if its connection breaks."""
+        """Call the rank that reduced the part, for at most `longest` bytes. Call once more if
+        its connection breaks."""
         participant = self.plan.participants[self.plan.names.index(self.reducer)]
         address = participant.control_addresses[unpack_carriers(participant.carriers)[self.part]]
         lane: Lane = "bulk" if bulk else "control"
@@ -186,10 +201,11 @@ class _Case:
 
 
 def audit_rate(probability: float, num_participants: int) -> float:
-    """Probability with which each participant but the reducer audits a part, each drawing for itself.
+    """Return the probability with which each participant except the reducer audits a part. Each
+    draws for itself.
 
-    So that at least one of them does so with `probability`. Those who help the reducer draw nothing: with h honest
-    participants out of n - 1 it is 1 - (1 - probability)^(h / (n - 1)).
+    The probability of at least one audit is then `probability`. Accomplices of the reducer do not
+    audit: with h honest participants among n - 1 it is 1 - (1 - probability)^(h / (n - 1)).
 
     >>> [round(audit_rate(0.1, n), 4) for n in (2, 4, 8)]
     [0.1, 0.0345, 0.0149]

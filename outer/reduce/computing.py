@@ -1,4 +1,4 @@
-"""Where a part is encoded, merged or decoded: in a thread, or at once if handing it over would take longer."""
+"""Computation on parts: in a thread, or directly if handing it to a thread would take longer."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SMALL_ELEMENTS = 1 << 14
-"""Values up to which work is done at once. It then holds the event loop for some 0.1 ms, which is about what a thread
-takes to be woken and to get the interpreter; with 64 islands in one process parts this small are most of a round."""
+"""Up to this number of values, work is done directly. It then blocks the event loop for about
+0.1 ms, which is about the time to wake a thread that gets the interpreter. With 64 islands in
+one process, such small parts are most of a round."""
 
 
 async def compute(num_elements: int, work: Callable[..., T], *args: Any) -> T:
-    """`work(*args)`, which reads `num_elements` values in all: in a thread, so that peers are answered meanwhile."""
+    """Return `work(*args)`, which reads `num_elements` values in total. It runs in a thread if
+    it is long, so that peers are still answered."""
     if num_elements <= SMALL_ELEMENTS:
         return work(*args)
     return await asyncio.to_thread(work, *args)

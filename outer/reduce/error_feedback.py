@@ -23,7 +23,8 @@ class ErrorFeedback:
         self._pending: dict[int, torch.Tensor] = {}
 
     def encode(self, part: int, values: torch.Tensor, codec: Codec) -> torch.Tensor:
-        """Encode `values` plus the part's residual, and note the new residual. Raises NonFiniteError."""
+        """Encode `values` plus the part's residual, and store the new residual as pending.
+        Raises NonFiniteError."""
         residual = self._residuals.get(part)
         wanted = values if residual is None else values + residual * self._decay
         payload = codec.encode(wanted)
@@ -46,7 +47,7 @@ class ErrorFeedback:
 
     @property
     def residuals(self) -> Mapping[int, torch.Tensor]:
-        """Residuals by part as of the last commit. Read-only."""
+        """The residuals by part as of the last commit. Must not be changed."""
         return self._residuals
 
     def load(self, residuals: Mapping[int, torch.Tensor]) -> None:

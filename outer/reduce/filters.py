@@ -1,4 +1,5 @@
-"""Filters that leave outliers out of a part's mean: too long a norm, or a direction away from the last mean."""
+"""Filters that leave outliers out of a part's mean: parts whose norm is too large, or whose
+direction differs from the last mean's."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,26 +30,29 @@ class OutlierFilters:
         self._pending: dict[int, Histories] = {}
         self._next_round = 0
         self.bound: Bound | None = None
-        """What reducers refuse in the next attempts; None if nobody has set it, as where a mean is recomputed."""
+        """The bound above which reducers refuse payloads in the next attempts; None if it was
+        not set, as where a mean is recomputed."""
 
     def begin(self, round_number: int, participants: Collection[str]) -> "AttemptFilters":
-        """The filters of a new attempt. Drops what an earlier attempt has noted."""
+        """Return the filters of a new attempt. Drops the data of an earlier attempt."""
         if round_number != self._next_round:
-            # After missed rounds the histories are out of date, because others have reduced these parts meanwhile.
+            # After missed rounds the histories are outdated, because other islands have reduced
+            # these parts since then.
             self.histories.clear()
         attempt = AttemptFilters(self._config, dict(self.histories), frozenset(participants), bound=self.bound)
         self._pending = attempt.noted
         return attempt
 
     def commit(self, round_number: int, parts: Collection[int]) -> None:
-        """Adopt the histories of the last attempt. `parts` are those this rank carries that the round has sent."""
+        """Adopt the histories of the last attempt. `parts`: the parts of the round that this
+        rank carries."""
         for part in parts:
             self.histories.pop(part, None)
         self.histories |= self._pending
         self._pending, self._next_round = {}, round_number + 1
 
     def clear(self) -> None:
-        """Forget all histories, because the island has taken over another history of rounds."""
+        """Forget all histories, because the island has taken another history of rounds."""
         self.histories.clear()
 
     def load(self, histories: Mapping[int, Histories], next_round: int) -> None:
@@ -64,7 +68,7 @@ class AttemptFilters:
     histories: Mapping[int, Histories]
     participants: frozenset[str]
     noted: dict[int, Histories] = field(default_factory=dict)
-    """New histories of the parts that this rank has reduced."""
+    """New histories of the parts that this rank has reduced in this attempt."""
     bound: Bound | None = None
 
     def find_outliers(
@@ -75,7 +79,8 @@ class AttemptFilters:
         weights: Sequence[float],
         last: torch.Tensor | None,
     ) -> list[bool]:
-        """Apply all filters to one part, as the function `find_outliers`, and note the norms of those that pass."""
+        """Apply all filters to one part, like the function `find_outliers`, and record the norms
+        of the parts that pass."""
         bound = self.config.max_norm_zscore
         if bound is None:
             return find_outliers(parts, weights, last, self.config)
@@ -96,11 +101,13 @@ def find_outliers(
     config: MergeConfig,
     anomalous: Collection[int] = (),
 ) -> list[bool]:
-    """Whether each participant's part (1-D fp32) is left out of the mean, in participant order.
+    """Return whether each participant's part (1-D fp32) is left out of the mean, in participant
+    order.
 
-    Participants of weight zero are neither filtered nor counted. If the filters would leave out all others, they leave
-    out none: a doubtful mean is what a run without filters would have. `last` is the last committed mean of the part;
-    without it the direction filter passes everything. `anomalous` are the participants that fail the z-score filter.
+    Participants of weight zero are neither filtered nor counted. If the filters would leave out all
+    others, they leave out none: the mean is then the same as in a run without filters. `last` is
+    the last committed mean of the part; without it all parts pass the direction filter. `anomalous`
+    are the participants that fail the z-score filter.
     """
     weighted = [index for index, weight in enumerate(weights) if weight > 0]
     failed = _find_too_long(parts, weighted, config.max_norm_ratio) | set(anomalous)
@@ -111,12 +118,13 @@ def find_outliers(
 
 
 def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio: float | None) -> set[int]:
-    """Participants whose norm exceeds max_ratio x the median norm; none if most norms are zero."""
+    """Return the participants whose norm exceeds max_ratio x the median norm; none if most norms
+    are zero."""
     if max_ratio is None:
         return set()
     norms = {index: norm(parts[index]) for index in weighted}
-    # The median of two norms is their mean, so with a ratio of 2 or more neither is left out: nothing tells which one
-    # is wrong.
+    # The median of two norms is their mean, so with a ratio of 2 or more neither part is left out.
+    # It could not be decided which of the two is wrong.
     limit = max_ratio * median(norms.values())
     return {index for index, length in norms.items() if length > limit > 0}
 
@@ -124,9 +132,10 @@ def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio
 def _find_turned_away(
     parts: Sequence[torch.Tensor], weighted: list[int], last: torch.Tensor | None, min_cosine: float | None
 ) -> set[int]:
-    """Participants whose cosine with the last mean is below min_cosine; a part of zeros passes."""
+    """Return the participants whose cosine with the last mean is below min_cosine. A part of
+    zeros passes."""
     if min_cosine is None or last is None:
         return set()
-    # Compared without dividing, because either norm may be zero; then both sides are zero.
+    # Compared without a division, because either norm may be zero. Then both sides are zero.
     bound = min_cosine * norm(last)
     return {index for index in weighted if inner_product(parts[index], last) < bound * norm(parts[index])}

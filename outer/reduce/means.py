@@ -1,4 +1,5 @@
-"""The mean of one part: the same bytes from the same payloads, on its reducer and on whoever recomputes it."""
+"""The mean of one part. Equal payloads give equal bytes, on the part's reducer and on any rank
+that recomputes the mean."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -22,13 +23,14 @@ def encode_mean_of(
     filters: AttemptFilters,
     last: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[str]]:
-    """The encoded mean, and the islands that the filters left out of it.
+    """Return the encoded mean, and the islands that the filters left out of it.
 
-    `encoded` are the payloads of the plan's contributors, in its order. `last` is the last committed mean of the part,
-    if a rule needs it. Raises PoisonError.
+    `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
+    committed mean of the part, if a rule needs it. Raises PoisonError.
     """
     names, tokens = [p.island for p in plan.contributors], [p.weight for p in plan.contributors]
-    # Decoded one at a time; a merge rule that needs all parts at once collects them itself.
+    # Values are decoded one part at a time. A merge rule that needs all parts at once collects them
+    # itself.
     values = (payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True))
     filtered: list[str] = []
     lengths: dict[str, float] = {}
@@ -50,7 +52,7 @@ def encode_mean_of(
 
 
 def _measure(values: Iterable[torch.Tensor], names: Sequence[str], lengths: dict[str, float]) -> Iterator[torch.Tensor]:
-    """The values, unchanged; what they are as long as is put into `lengths` on the way."""
+    """Yield the values unchanged, and store their norms in `lengths`."""
     for each, name in zip(values, names, strict=True):
         lengths[name] = fast_norm(each)
         yield each

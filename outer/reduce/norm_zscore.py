@@ -1,4 +1,4 @@
-"""Find parts that are longer than the participant's recent ones: EDiT's filter (2412.07210), on the norm of each part.
+"""Finds parts whose norm is far above the participant's recent norms: EDiT's filter (2412.07210), part by part.
 
     delta = norm - mean      mean <- mean + alpha delta      variance <- (1 - alpha) (variance + alpha delta^2)
 
@@ -16,7 +16,7 @@ from outer.errors import InputError
 
 ALPHA = 0.02
 WARM_UP = 120
-"""Norms that are recorded before the first one is judged."""
+"""Number of norms that are recorded before the first one is judged."""
 LEAST_SPREAD = 1e-6
 """Smallest standard deviation, relative to the mean; norms closer than this differ only by rounding."""
 
@@ -33,14 +33,15 @@ class History(NamedTuple):
 
 
 def is_anomalous(history: History | None, norm: float, bound: float) -> bool:
-    """Whether the norm is more than the bound above the history's mean. A short norm never is."""
+    """Return whether the norm is more than the bound above the history's mean. A small norm
+    never is."""
     if history is None or history.count < WARM_UP:
         return False
     return z_score(history, norm) > bound * max(1.0, sqrt(history.z_variance))
 
 
 def update_history(history: History | None, norm: float) -> History:
-    """The history with one more norm."""
+    """Return the history with one more norm."""
     if history is None:
         return History(count=1.0, mean=norm)
     mean, variance = _update(history.mean, history.variance, norm)
@@ -51,13 +52,14 @@ def update_history(history: History | None, norm: float) -> History:
 
 
 def z_score(history: History, norm: float) -> float:
-    """Number of standard deviations by which the norm exceeds the mean; 0 if all norms so far are zero."""
+    """Return the number of standard deviations by which the norm exceeds the mean; 0 if all
+    norms so far are zero."""
     spread = max(sqrt(history.variance), LEAST_SPREAD * history.mean)
     return (norm - history.mean) / spread if spread > 0 else 0.0
 
 
 def to_tensor(history: History) -> torch.Tensor:
-    """The history's fields in order, fp64, for a checkpoint."""
+    """Return the history's fields in order, fp64, for a checkpoint."""
     return torch.tensor(history, dtype=torch.float64)
 
 

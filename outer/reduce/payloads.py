@@ -1,4 +1,5 @@
-"""Encode and decode the payloads of a reduce, with all checks. Any thread may call these methods."""
+"""Encoding and decoding of the payloads of a reduce, with all checks. Any thread may call these
+methods."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from outer.space.layout import Space, TensorKind
 
 @dataclass(frozen=True)
 class Mean:
-    """One part of the reduced mean: fp32 values, and the bytes (1-D uint8) they were decoded from."""
+    """One part of the reduced mean: fp32 values, and the bytes (1-D uint8) from which they were
+    decoded."""
 
     values: torch.Tensor
     payload: torch.Tensor
     digest_after: bytes | None = None
-    """Digest of the part's state after a commit of this mean; None if nobody has computed it yet."""
+    """Digest of the part's state after a commit of this mean; None if it has not been computed
+    yet."""
 
 
 class Payloads:
@@ -30,29 +33,33 @@ class Payloads:
         self._codecs, self._space = codecs, space
         decay = codecs.feedback
         self.feedbacks = [] if decay is None else [ErrorFeedback(decay), ErrorFeedback(decay)]
-        """Error feedback of this rank's pseudo-gradients, and of the means that it encodes; empty if disabled."""
+        """Error feedback of this rank's pseudo-gradients, and of the means that it encodes;
+        empty if disabled."""
         self._grad_feedback, self._mean_feedback = self.feedbacks or (None, None)
 
     def are_gathered(self, part: int) -> bool:
-        """Whether every participant receives every payload of the part."""
+        """Return whether every participant receives every payload of the part."""
         return self._codecs.gathers(self._space.parts[part])
 
     def num_bytes(self, part: int, *, of_mean: bool) -> int:
-        """Size of the part's payload, or of its mean's."""
+        """Return the size in bytes of the part's payload, or of its mean's payload."""
         bounds = self._space.parts[part]
         codec = self._codecs.mean_codec_for(bounds) if of_mean else self._codecs.codec_for(bounds)
         return codec.num_bytes(bounds.num_elements)
 
     @property
     def longest(self) -> int:
-        """Size of the longest payload, or of its mean's."""
+        """Return the size in bytes of the longest payload, means included."""
         parts = range(len(self._space.parts))
         return max((self.num_bytes(part, of_mean=of_mean) for part in parts for of_mean in (False, True)), default=0)
 
     def check_own(self, part: int, values: torch.Tensor) -> None:
-        """Raise OuterError if this rank's own values cannot be what they stand for."""
+        """Raise OuterError if this rank's own values are not possible for the part's kind of
+        tensor."""
         if (index := first_negative(values, self._space.parts[part].kind)) is not None:
-            raise OuterError(f"{self._name(part, index)!r} holds {values[index]}; no mean of squares is below 0")
+            raise OuterError(
+                f"{self._name(part, index)!r} holds {values[index]}, but a mean of squares is never below 0"
+            )
 
     def encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
         """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError if it is not finite."""
@@ -70,7 +77,8 @@ class Payloads:
         """Encode a mean that this rank computed, with error feedback. Raises NonFiniteError."""
         bounds = self._space.parts[part]
         codec = self._codecs.mean_codec_for(bounds)
-        # A mean that every participant computes itself must not depend on the residuals of one of them.
+        # A mean that every participant computes must not depend on the residuals of one
+        # participant.
         if self._mean_feedback is None or self.are_gathered(part) or not self._codecs.has_feedback(bounds):
             return codec.encode(mean)
         return self._mean_feedback.encode(part, mean, codec)
@@ -87,7 +95,8 @@ class Payloads:
     def find_overflow(
         self, part: int, payloads: Sequence[torch.Tensor], senders: Sequence[str], error: NonFiniteError
     ) -> PoisonError:
-        """The error for a mean that overflowed although its inputs are finite. It blames the largest input's sender."""
+        """Return the error for a mean that overflowed although its inputs are finite. It blames
+        the sender of the largest input."""
         sizes = {
             name: self.decode(part, payload, name)[error.index].abs().item()
             for payload, name in zip(payloads, senders, strict=True)
@@ -97,7 +106,8 @@ class Payloads:
         return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
 
     def refuse_too_long(self, part: int, lengths: Mapping[str, float], bound: Bound) -> None:
-        """Raise PoisonError for the participant, if any, whose payload of the part is beyond the bound."""
+        """Raise PoisonError for the participant, if any, whose payload of the part exceeds the
+        bound."""
         kind = self._space.parts[part].kind
         if (name := bound.find_too_long(kind, lengths)) is not None:
             raise PoisonError(
@@ -111,24 +121,25 @@ class Payloads:
         try:
             values = codec.decode(payload, bounds.num_elements)
             if (index := first_negative(values, bounds.kind)) is not None:
-                raise MessageError(f"a second moment of {values[index]}; none is below 0")
+                raise MessageError(f"a second moment of {values[index]}, which must not be below 0")
             return values
         except MessageError as error:
             raise PoisonError(sender, f"a payload of {self._describe(part)} that is refused: {error}") from None
 
     def _describe(self, part: int) -> str:
-        """Names of the first and the last parameter in the part."""
+        """Return the names of the first and the last parameter in the part."""
         bounds = self._space.parts[part]
         first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
         return f"{first!r}" if first == last else f"{first!r} to {last!r}"
 
     def _name(self, part: int, index: int) -> str:
-        """Name of the parameter that holds element `index` of the part."""
+        """Return the name of the parameter that contains element `index` of the part."""
         return self._space.name_at(self._space.parts[part].start + index)
 
 
 def first_negative(values: torch.Tensor, kind: TensorKind) -> int | None:
-    """Index of the first negative second moment, or None. An optimizer step would take its square root."""
+    """Return the index of the first negative second moment, or None. An optimizer step would
+    take its square root."""
     if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
         return None
     found = (values < 0).nonzero()

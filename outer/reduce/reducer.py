@@ -40,15 +40,15 @@ from outer.transports.base import Transport
 log = logging.getLogger(__name__)
 
 PARTS_IN_FLIGHT = 48
-"""Limit per rank. With too few, links to some peers idle; memory grows by one part's size for each part in flight."""
+"""Limit of parts per rank. With fewer, links to some peers are idle; each part in flight takes memory of its size."""
 DEFAULT_MERGE = MergeConfig()
 DigestAfter = Callable[[int, torch.Tensor, int], bytes]
-"""The digest of a part's state after a commit of this mean of so many islands. Called in any thread."""
+"""Function of (part, mean, number of islands): digest of the part's state after a commit. Any thread may call it."""
 
 
 @dataclass(frozen=True)
 class _CarrierRank:
-    """Everything about this rank that all attempts share."""
+    """The data of this rank that all attempts share."""
 
     transport: Transport
     payloads: Payloads
@@ -72,18 +72,18 @@ class Reducer:
         config: MergeConfig = DEFAULT_MERGE,
         kept: KeptPayloads | None = None,
     ) -> None:
-        """`kept`: where to keep what other islands may audit; None if there are no audits."""
+        """Create a reducer. `kept` keeps payloads that other islands may audit; None if there are no audits."""
         self.me, self.payloads = me, Payloads(codecs, space)
         self.feedbacks = self.payloads.feedbacks
         transport.max_payload_bytes = self.payloads.longest + (0 if kept is None else SIGNATURE_BYTES)
         self.filters = OutlierFilters(config)
         self._rank = _CarrierRank(transport, self.payloads, space, me, hooks, config, kept)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
-        """Last committed round and its means, by fragment. Kept only if the merge or a filter needs them."""
+        """Last committed round and its means, by fragment. Kept only if the merge rule or a filter needs them."""
         self._awaited: Counter[tuple[Leg, str]] = Counter()
-        """Payloads that the last attempt had not received when it ended, by leg and island."""
+        """Number of payloads that the last attempt had not received when it ended, by leg and island."""
         self.filtered: dict[str, int] = {}
-        """Parts that this rank reduced in the last attempt and that left an island out, counted by island."""
+        """Number of parts that this rank reduced in the last attempt without an island's part, by island."""
 
     def commit(self, round_number: int, means: Mapping[int, Mean]) -> None:
         """Record that the round committed `means` (by part). Must be called at each commit, before the next attempt.
@@ -100,12 +100,12 @@ class Reducer:
             self.last_means[space.fragment_of(round_number)] = round_number, of_params
 
     def release(self) -> None:
-        """The last attempt is over: drop the payloads that were kept of it."""
+        """Drop the payloads that were kept of the last attempt, because it is over."""
         if self._rank.kept is not None:
             self._rank.kept.clear()
 
     def forget(self) -> None:
-        """Drop everything remembered from earlier rounds, because the island has taken over another history."""
+        """Drop everything remembered from earlier rounds, because the island has taken another history."""
         for feedback in self.feedbacks:
             feedback.clear()
         self.filters.clear()
@@ -113,9 +113,9 @@ class Reducer:
 
     @property
     def stalled_by(self) -> tuple[str, Leg] | None:
-        """The island that alone held up the last attempt, as far as this rank saw it, and what of it is missing.
+        """The island that alone delayed the last attempt on this rank, and the leg of its missing payloads.
 
-        A mean that is missing says little: its reducer may wait for others. So payloads to be reduced count first.
+        A missing mean is weak evidence, as its reducer may wait for others. So payloads to be reduced come first.
         """
         for leg in (Leg.REDUCE, Leg.GATHER):
             if islands := {island for (of, island), count in self._awaited.items() if of is leg and count}:
@@ -125,20 +125,20 @@ class Reducer:
     async def run(
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
     ) -> dict[int, Mean]:
-        """The mean of each part that this rank carries. An observer passes {}. The caller must set a time limit.
+        """Return the mean of each part that this rank carries. An observer passes {}. The caller sets a time limit.
 
-        With `digest_after` each part is also stepped and hashed as soon as its mean is here, while others still arrive.
+        With `digest_after` each part is also stepped and hashed as soon as its mean has arrived, before the others.
 
-        Raises TransportError, including PoisonError, which names an island whose payload must not enter a mean. Raises
+        Raises TransportError, also PoisonError, which names an island whose payload must not enter a mean. Raises
         plain OuterError when this island's own pseudo-gradient is not finite.
 
-        A part starts, and posts its receives, only when every part at least PARTS_IN_FLIGHT before it is done. Whatever
-        an unfinished part waits for is therefore queued only behind parts that its receiver has started as well. No two
-        ranks can wait for each other, even over a transport that lets few payloads through at a time.
+        A part starts, and posts its receives, only when every part at least PARTS_IN_FLIGHT before it is done. So a
+        payload that an unfinished part waits for is queued only behind parts that its receiver has also started. No
+        two ranks can wait for each other, even over a transport that transfers few payloads at a time.
         """
         space = self._rank.space
         last_round, last = self.last_means.get(space.fragment_of(plan.round), (-1, {}))
-        # Means from before a missed commit are too old to predict the next one.
+        # Means from before a missed commit are too old to predict the next mean.
         last = last if last_round == plan.round - space.num_fragments else {}
         attempt = _Attempt(self._rank, plan, last, self.filters.begin(plan.round, plan.names), digest_after)
         for feedback in self.feedbacks:
@@ -164,7 +164,7 @@ class Reducer:
 
 
 class _Attempt:
-    """One attempt at a round, from the view of one rank."""
+    """One attempt at a round on one rank."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Attempt:
 
     @property
     def own_parts(self) -> list[int]:
-        """The parts of this round that this rank carries."""
+        """Return the parts of this round that this rank carries."""
         carriers, groups = self._carriers[self._me.island], self._space.part_groups_in(self._plan.round)
         return sorted(i for group in groups for i in self._space.parts_in[group] if carriers[i] == self._me.rank)
 
@@ -224,7 +224,7 @@ class _Attempt:
         return mean
 
     async def _collect(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool) -> dict[str, SignedPayload]:
-        """The payloads of all contributors, in participant order whatever the order in which they arrive."""
+        """Return the payloads of all contributors, in participant order, whatever the order of arrival."""
         others = [name for name in self._contributors if name != self._me.island]
         own: torch.Tensor | None = None
         async with asyncio.TaskGroup() as tasks:
@@ -240,7 +240,7 @@ class _Attempt:
     async def _as_sender(self, part: int, pseudo_grad: torch.Tensor | None, reducer: str) -> torch.Tensor:
         """Send this island's payload to the reducer and receive the encoded mean."""
         async with asyncio.TaskGroup() as tasks:
-            # Posted before the send: gloo announces a receive to the other side only after the data already queued.
+            # Posted before the send, because gloo announces a receive only after the data that are already queued.
             mean = tasks.create_task(self._receive(reducer, Leg.GATHER, part))
             if pseudo_grad is not None:
                 payload = await compute(pseudo_grad.numel(), self._encode_own, part, pseudo_grad)
@@ -248,7 +248,7 @@ class _Attempt:
         return mean.result()
 
     def _merge_payloads(self, part: int, signed: Mapping[str, SignedPayload]) -> tuple[torch.Tensor, list[str]]:
-        """The encoded mean, and the islands that the filters left out of it. Raises PoisonError."""
+        """Return the encoded mean, and the islands that the filters left out of it. Raises PoisonError."""
         last = self._last[part].values if part in self._last else None
         encoded = [each.payload for each in signed.values()]
         return encode_mean_of(part, encoded, self._plan, self._payloads, self._merge, self._filters, last)
@@ -258,7 +258,7 @@ class _Attempt:
         return replace(mean, digest_after=find and find(part, mean.values, len(self._contributors)))
 
     def _encode_own(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
-        """This island's payload. Raises OuterError when it cannot be sent."""
+        """Return this island's payload. Raises OuterError when it cannot be sent."""
         self._payloads.check_own(part, pseudo_grad)
         return self._payloads.encode(part, self._hooks.pseudo_grad(self._plan.round, pseudo_grad))
 
@@ -274,18 +274,18 @@ class _Attempt:
         num_bytes += SIGNATURE_BYTES * self._is_signed(leg, part)
         self.awaited[leg, island] += 1
         payload = await self._transport.recv(self._endpoint(island, part), self._tag(leg, part), num_bytes)
-        self.awaited[leg, island] -= 1  # Not if it fails or is cancelled: then it is still missing.
+        self.awaited[leg, island] -= 1  # Not reached if the receive fails: then the payload is still missing.
         return payload
 
     async def _receive_signed(self, island: str, part: int) -> SignedPayload:
-        """A contributor's payload. Raises PoisonError when audits are on and it is not signed."""
+        """Receive a contributor's payload. Raises PoisonError if audits are on and it is not signed."""
         payload = await self._receive(island, Leg.REDUCE, part)
         if self._kept is None or not self._is_signed(Leg.REDUCE, part):
             return SignedPayload(payload)
         return await asyncio.to_thread(self._kept.commitments.open, self._plan, part, island, payload)
 
     def _is_signed(self, leg: Leg, part: int) -> bool:
-        """Whether payloads of the part carry a signature: those that a reducer may have to show."""
+        """Return whether payloads of the part carry a signature, because a reducer may have to show them."""
         return self._kept is not None and leg is Leg.REDUCE and not self._payloads.are_gathered(part)
 
     def _reach(self, phase: Phase) -> None:

@@ -264,7 +264,8 @@ def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> t
     """Return the norm of the mean, and its cosine with a pseudo-gradient of this norm, from the
     ranks' `products`.
 
-    >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)]) (2.0, 0.6)
+    >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)])
+    (2.0, 0.6)
     """
     squares, product = add_products(products)
     mean_norm = squares**0.5

@@ -1,4 +1,4 @@
-"""The carrier of each part: a rank that holds much of it."""
+"""The carrier of each part: a rank that holds a large share of the part."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,16 +11,17 @@ from outer.space.layout import Space, matrix_cols
 
 
 class Overlaps(NamedTuple):
-    """Every rectangle with every part that it shares elements with, by rectangle, then part. int64, 1-D."""
+    """Overlaps of all rectangles with the parts, ordered by rectangle, then part. Arrays are
+    int64, 1-D."""
 
     rectangle: np.ndarray
-    """Row of `Holdings.rectangles`."""
+    """Index of the row in `Holdings.rectangles`."""
     part: np.ndarray
     num_elements: np.ndarray
 
 
 def count_overlaps(space: Space, rectangles: np.ndarray) -> Overlaps:
-    """The overlaps of `Holdings.rectangles` with the parts."""
+    """Return the overlaps of `Holdings.rectangles` with the parts."""
     name, r0, r1, c0, c1 = rectangles.T
     num_cols = np.array([matrix_cols(shape) for shape in space.shapes.values()], np.int64)[name]
     base = np.array(list(space.offsets.values()), np.int64)[name]
@@ -37,7 +38,8 @@ def count_overlaps(space: Space, rectangles: np.ndarray) -> Overlaps:
 
 
 def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Number of elements of each rectangle that lie before index `at` of the flat vector."""
+    """Return the number of elements of each rectangle that are before index `at` of the flat
+    vector."""
     _, r0, r1, c0, c1 = rectangles.T
     row, col = np.divmod(np.maximum(at - base, 0), num_cols)
     in_this_row = np.where((r0 <= row) & (row < r1), np.clip(col - c0, 0, c1 - c0), 0)
@@ -45,11 +47,13 @@ def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, 
 
 
 def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ranks: int) -> list[int]:
-    """The carrier of each part: of the ranks that hold much of it the one with the least load so far.
+    """Return the carrier of each part: the rank with the least load so far, among the ranks that
+    hold much of the part.
 
-    That is at least half as much as the rank that holds most. Where a part is larger than the slices, many ranks hold
-    about as much of it, and whoever holds a little more by the way its bounds lie would carry twice as much as others.
-    The parts must be covered (`check_coverage`).
+    These are the ranks that hold at least half as much of it as the rank that holds most. If a part
+    is larger than the slices, many ranks hold about the same share, and a rank whose share is
+    slightly larger by chance would carry twice as much as others. The parts must be covered
+    (`check_coverage`).
     """
     loads, carriers = [0] * num_ranks, []
     for part, ranks in zip(space.parts, _find_main_holders(holdings, overlaps), strict=True):
@@ -60,12 +64,13 @@ def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ra
 
 
 def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[int]]:
-    """For each part the ranks that hold at least half as much of it as the one that holds most, ascending."""
+    """Yield for each part the ranks that hold at least half as much of it as the rank that holds
+    most, ascending."""
     counts = np.diff(holdings.starts)[overlaps.rectangle]
     entry = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     holding = holdings.holding[entry + np.repeat(holdings.starts[overlaps.rectangle], counts)]
     pairs, which = np.unique(np.repeat(overlaps.part, counts) * len(holdings.ranks) + holding, return_inverse=True)
-    # float64 is exact here: no part has 2^53 elements.
+    # float64 is exact here, because no part has 2^53 elements.
     held = np.bincount(which, weights=np.repeat(overlaps.num_elements, counts))
     part, holding = np.divmod(pairs, len(holdings.ranks))
     first = np.flatnonzero(np.diff(part, prepend=-1))

@@ -32,26 +32,28 @@ class FragmentSchedule:
     delay: int = 0
 
     def end(self, round_number: int) -> int:
-        """Inner steps done in the run when the round's pseudo-gradient is computed."""
+        """Return the number of inner steps done in the run when the round's pseudo-gradient is
+        computed."""
         cycle, fragment = divmod(round_number, self.fragments)
         return cycle * self.inner_steps + (fragment + 1) * self.inner_steps // self.fragments
 
     def begin(self, round_number: int) -> int:
-        """Inner steps done in the run when the round starts."""
+        """Return the number of inner steps done in the run when the round starts."""
         return self.end(round_number - 1) if round_number else 0
 
     def last_end(self, fragment: int, period: int, round_number: int) -> int:
-        """`end` of the last round before this one that sent the part groups of that fragment and period; 0 if none."""
+        """Return `end` of the last round before this one that sent the part groups of this
+        fragment and period; 0 if there is none."""
         cycles = (round_number - fragment + self.fragments - 1) // self.fragments // period * period
         return self.end((cycles - 1) * self.fragments + fragment) if cycles else 0
 
     def steps(self, round_number: int) -> int:
-        """Inner steps from the previous round to this one; at least one."""
+        """Return the number of inner steps from the previous round to this one, at least one."""
         return self.end(round_number) - self.begin(round_number)
 
 
 def build_schedule(config: OuterConfig) -> FragmentSchedule:
-    """The schedule of a validated config."""
+    """Return the schedule of a validated config."""
     return FragmentSchedule(config.inner_steps, config.fragments, config.delay)
 
 
@@ -64,7 +66,7 @@ class MomentSpec:
 
 
 def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
-    """The model's parameters, followed by their moments if the run averages moments."""
+    """Return the model's parameters, followed by their moments if the run averages moments."""
     all_specs: list[TensorSpec] = list(specs)
     for kind, _ in list_moments(config):
         all_specs += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
@@ -72,25 +74,26 @@ def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[Tensor
 
 
 def moment_name(param: str, kind: TensorKind) -> str:
-    """Name of a parameter's moment in the canonical space and in the slices of an island's ranks."""
+    """Return the name of a parameter's moment in the canonical space and in the slices of an
+    island's ranks."""
     return f"{param}@{kind}"
 
 
 def param_name(moment: str) -> str:
-    """Name of the parameter that a moment belongs to."""
+    """Return the name of the parameter to which a moment belongs."""
     return moment.rpartition("@")[0]
 
 
 def list_moments(config: OuterConfig) -> list[tuple[TensorKind, int]]:
-    """The kinds of moments that are averaged, each with its period in cycles."""
+    """Return the kinds of moments that are averaged, each with its period in cycles."""
     return [] if config.moments is None else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
 
 
 def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[PartGroup]:
     """Assign every name to one part group, in fragment order.
 
-    `specs` are the model's parameters; the names of averaged moments are added, one part group for each kind.
-    With `splits_fine` the fine tensors of a fragment form a part group of their own.
+    `specs` are the model's parameters. The names of averaged moments are added, in one part group
+    per kind. With `splits_fine` the fine tensors of a fragment form a part group of their own.
     Raises InputError when the model has too few layers to give every fragment parameters.
     """
     groups: list[PartGroup] = []
@@ -108,12 +111,13 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
 
 
 def is_fine(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape is a norm, a bias, or tiny."""
+    """Return whether a tensor of this shape is a norm, a bias, or tiny."""
     return len(shape) < 2 or prod(shape) < FINE_ELEMENTS
 
 
 def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[set[str]]:
-    """The parameter names of each fragment. Raises InputError when a fragment would get none."""
+    """Return the parameter names of each fragment. Raises InputError when a fragment would get
+    none."""
     if config.fragments == 1:
         return [{spec.name for spec in specs}]
     units = [FragmentUnit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in groupby(specs, key=_layer_of)]
@@ -142,20 +146,23 @@ class FragmentUnit:
 
 
 def make_strided(units: list[FragmentUnit], count: int) -> list[set[str]]:
-    """Layers i, i + n, i + 2n, ... for each of n = count - 1 fragments; everything else is the last fragment."""
+    """Return layers i, i + n, i + 2n, ... for each of n = count - 1 fragments; everything else
+    is the last fragment."""
     inside, outside = _layers_and_rest(units)
     return [_union(inside[i :: count - 1]) for i in range(count - 1)] + [_union(outside)]
 
 
 def make_sequential(units: list[FragmentUnit], count: int) -> list[set[str]]:
-    """Adjacent layers for each of count - 1 fragments, divided evenly; everything else is the last fragment."""
+    """Return adjacent layers for each of count - 1 fragments, divided evenly; everything else is
+    the last fragment."""
     inside, outside = _layers_and_rest(units)
     bounds = [i * len(inside) // (count - 1) for i in range(count)]
     return [_union(inside[a:b]) for a, b in pairwise(bounds)] + [_union(outside)]
 
 
 def make_balanced(units: list[FragmentUnit], count: int) -> list[set[str]]:
-    """Assign units, largest first, to the fragment that is smallest so far: at most 4/3 of the optimum."""
+    """Assign units, largest first, to the fragment that is smallest so far. The largest fragment
+    has at most 4/3 of the optimal size."""
     fragments: list[set[str]] = [set() for _ in range(count)]
     loads = [0] * count
     for unit in sorted(units, key=lambda unit: -sum(unit.sizes.values())):
@@ -174,16 +181,17 @@ def _union(units: Sequence[FragmentUnit]) -> set[str]:
 
 
 def _layer_of(spec: TensorSpec) -> int | None:
-    """The first number in a dotted name (3 for layers.3.wq), or None without a number."""
+    """Return the first number in a dotted name (3 for layers.3.wq), or None without a number."""
     return next((int(word) for word in spec.name.split(".") if word.isdigit()), None)
 
 
 def count_moment_steps(
     space: Space, schedule: FragmentSchedule, rounds_done: int, landed: int | None
 ) -> dict[str, int]:
-    """Inner steps of the run that each parameter's averaged second moments include, by parameter name.
+    """Return the inner steps of the run that each parameter's averaged second moments include, by
+    parameter name.
 
-    Covers the second moments that round `landed` sent, or all of them if it is None.
+    Covers the second moments that round `landed` sent, or all second moments if it is None.
     """
     steps = {}
     for number, group in enumerate(space.part_groups):

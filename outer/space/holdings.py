@@ -1,9 +1,9 @@
-"""Which ranks of an island hold which rectangles of its parameters.
+"""Holdings: the rectangles of the parameters that each rank of an island holds.
 
 On 512 ranks a model of 70B parameters has 370,000 slices, so they are rows of arrays:
 
     rectangles   [name, first row, end row, first col, end col]    each rectangle once, sorted
-    holdings     all that one rank holds; replicas have equal ones, and they are kept once
+    holdings     all rectangles of one rank; equal holdings, as of replicas, are kept once
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
 
 
 class RankSlices(NamedTuple):
-    """The slices of one rank, as it tells the others."""
+    """The slices of one rank, in the form that it sends to the others."""
 
     names: tuple[str, ...]
     bounds: np.ndarray
@@ -34,50 +34,55 @@ class RankSlices(NamedTuple):
 
 
 def pack_slices(slices: Sequence[SliceBounds]) -> RankSlices:
-    """The slices as an array."""
+    """Pack the slices into an array."""
     bounds = np.array([(*s.rows, *s.cols) for s in slices], np.int64).reshape(-1, 4)
     return RankSlices(tuple(s.name for s in slices), bounds)
 
 
 class Holdings:
-    """The rectangles of all ranks, and who holds each. It is the same on all ranks."""
+    """The rectangles of all ranks, and the ranks that hold each of them. The object is the same
+    on all ranks."""
 
     def __init__(self, space: Space, slices_by_rank: Sequence[RankSlices]) -> None:
-        """Raises InputError if a rank holds a parameter that the model does not have."""
+        """Build the holdings. Raises InputError if a rank holds a parameter that the model does
+        not have."""
         self._names = space.names
         alike: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
         for rank, slices in enumerate(slices_by_rank):
             alike.setdefault((slices.names, slices.bounds.tobytes()), []).append(rank)
         self.ranks = list(alike.values())
-        """The ranks of each holding, ascending."""
+        """The ranks with each holding, ascending."""
         rows = [_rows(space, slices_by_rank[ranks[0]]) for ranks in self.ranks]
         holding = np.repeat(np.arange(len(rows)), [len(held) for held in rows])
         self.rectangles, which = _find_distinct(np.concatenate(rows))
-        """int64 (rectangles, 5): index of the name in `space.names`, then the bounds. None is empty."""
+        """int64 (rectangles, 5): index of the name in `space.names`, then the bounds. No
+        rectangle is empty."""
         held_once, _ = _find_distinct(np.stack([which, holding], axis=1))
         self.holding = held_once[:, 1]
-        """The holdings of each rectangle, one rectangle after the other."""
+        """The indices of the holdings that contain each rectangle, one rectangle after the
+        other."""
         self.starts = np.searchsorted(held_once[:, 0], np.arange(len(self.rectangles) + 1))
-        """Where those of a rectangle begin in `holding`, and at last its length."""
+        """Index in `holding` at which the entries of each rectangle begin, followed by the
+        length of `holding`."""
 
     def rectangle(self, index: int) -> Rectangle:
-        """A rectangle by its row in `rectangles`."""
+        """Return a rectangle by its row in `rectangles`."""
         name, *bounds = self.rectangles[index].tolist()
         return Rectangle(self._names[name], (bounds[0], bounds[1]), (bounds[2], bounds[3]))
 
     def holders(self, index: int) -> list[int]:
-        """The ranks that hold a rectangle, ascending."""
+        """Return the ranks that hold a rectangle, ascending."""
         holdings = self.holding[self.starts[index] : self.starts[index + 1]].tolist()
         return sorted(rank for holding in holdings for rank in self.ranks[holding])
 
     def of_rank(self, rank: int) -> list[int]:
-        """The rows of `rectangles` that a rank holds, ascending."""
+        """Return the rows of `rectangles` that a rank holds, ascending."""
         holding = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
         return (np.searchsorted(self.starts, np.flatnonzero(self.holding == holding), side="right") - 1).tolist()
 
 
 def _rows(space: Space, slices: RankSlices) -> np.ndarray:
-    """Rows of `Holdings.rectangles`, in the order of the slices, without empty ones."""
+    """Return rows for `Holdings.rectangles`, in the order of the slices, without empty ones."""
     unknown = [name for name in slices.names if name not in space.name_index]
     if unknown:
         raise InputError(f"the island's ranks hold {unknown[0]!r}, which the model does not have")
@@ -87,7 +92,8 @@ def _rows(space: Space, slices: RankSlices) -> np.ndarray:
 
 
 def _find_distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct rows, sorted, and which of them each row is; np.unique with an axis takes several times as long."""
+    """Return the distinct rows, sorted, and the index of each row among them. np.unique with an
+    axis takes several times as long."""
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     is_first = np.ones(len(rows), bool)
@@ -102,8 +108,9 @@ def check_coverage(space: Space, holdings: Holdings) -> None:
     sizes = np.array([(prod(shape[:1]), matrix_cols(shape)) for shape in space.shapes.values()], np.int64)
     name, r0, r1, c0, c1 = holdings.rectangles.T
     areas = _sum_by_name(name, (r1 - r0) * (c1 - c0), len(sizes))
-    # The outline: points that are a corner of an odd number of rectangles. If these are just the matrix's own four
-    # corners, every element is covered an odd number of times; if the area matches as well, each is covered once.
+    # The outline consists of the points that are a corner of an odd number of rectangles. If these
+    # are just the matrix's own four corners, every element is covered an odd number of times. If
+    # the area matches as well, each is covered exactly once.
     corners = np.concatenate([np.stack([name, row, col], axis=1) for row, col in product((r0, r1), (c0, c1))])
     points, which = _find_distinct(corners)
     name, row, col = points[np.bincount(which, minlength=len(points)) % 2 == 1].T

@@ -22,14 +22,17 @@ from math import prod
 from typing import Literal, Protocol
 
 MIN_PARTS, SMALL_MIN_PARTS = 16, 8
-"""What is sent together is cut into a multiple of so many parts, and of a power of two that is at least the number of
-islands: all reduce as much, coding and sending overlap, and a run may begin again with some islands fewer or more."""
+"""Minimum numbers of parts. Tensors that are sent together are cut into a multiple of this
+number, and of a power of two that is at least the number of islands. So all islands reduce
+equally much, coding and sending overlap, and a run may resume with a few islands more or fewer."""
 SMALL_PART_ELEMENTS = 1 << 17
-"""With less for each of MIN_PARTS, it is SMALL_MIN_PARTS: a payload takes 0.3 ms of an island's processor."""
+"""If each of MIN_PARTS parts would have fewer elements than this, SMALL_MIN_PARTS is used,
+because a payload takes 0.3 ms of an island's processor."""
 
 PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 20))
-"""(parameters, size of a part): the first row that the model reaches. Parts are large, because each payload takes host
-time of its own; those of a small model follow from MIN_PARTS."""
+"""(parameters, size of a part). The first row whose number of parameters the model reaches is
+used. Parts are large, because each payload takes host time. The parts of a small model follow
+from MIN_PARTS."""
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
 """Parameters, or the inner optimizer's first or second moments of the parameters."""
@@ -45,7 +48,7 @@ class TensorSpec(Protocol):
 
 
 class SliceBounds(Protocol):
-    """Bounds of the rectangle that a rank holds of a parameter, seen as a matrix (shape[0], rest)."""
+    """Bounds of the rectangle of a parameter, as a matrix (shape[0], rest), that a rank holds."""
 
     @property
     def name(self) -> str: ...
@@ -57,14 +60,15 @@ class SliceBounds(Protocol):
 
 @dataclass(frozen=True)
 class PartGroup:
-    """Names that are sent together: one fragment, one kind, and all fine (at least 8 bits per element) or none."""
+    """Names that are sent together: one fragment, one kind, and either only fine tensors (at
+    least 8 bits per element) or none."""
 
     names: tuple[str, ...]
     fragment: int = 0
     is_fine: bool = False
     kind: TensorKind = "params"
     period: int = 1
-    """Sent in every `period`-th round of the fragment."""
+    """The group is sent in every `period`-th round of the fragment."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,13 @@ class Piece:
 
 
 class Space:
-    """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`.
+    """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of
+    `block_elements`.
 
-    Each part group has so many of them that `num_islands` reduce as much each: see `part_length`.
+    Each part group has enough parts for `num_islands` to reduce equally many: see `part_length`.
 
-    `part_groups` contain every name once; None puts all names into one part group, in the order of `specs`.
+    `part_groups` contain every name once. None puts all names into one part group, in the order of
+    `specs`.
     """
 
     def __init__(
@@ -146,7 +152,8 @@ class Space:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of names, shapes and part boundaries, equal on islands whose parts have the same meaning."""
+        """Hex digest of names, shapes and part boundaries. Islands have equal fingerprints if
+        their parts have the same meaning."""
         periods = [group.period for group in self.part_groups]
         cuts = [(part.start, part.fragment, part.is_fine, periods[part.part_group]) for part in self.parts]
         text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
@@ -165,17 +172,18 @@ class Space:
         return parts_in
 
     def fragment_of(self, round_number: int) -> int:
-        """The fragment that a round sends; fragments take turns."""
+        """Return the fragment that a round sends. Fragments take turns."""
         return round_number % self.num_fragments
 
     def sends(self, round_number: int, part_group: int) -> bool:
-        """Whether a round sends the part group: it belongs to the round's fragment and its period has come around."""
+        """Return whether a round sends the part group: it belongs to the round's fragment, and
+        this is one of its `period`-th cycles."""
         cycle, fragment = divmod(round_number, self.num_fragments)
         group = self.part_groups[part_group]
         return group.fragment == fragment and (cycle + 1) % group.period == 0
 
     def part_groups_in(self, round_number: int) -> list[int]:
-        """Indices of the part groups that a round sends."""
+        """Return the indices of the part groups that a round sends."""
         return [number for number in range(len(self.part_groups)) if self.sends(round_number, number)]
 
     @cached_property
@@ -184,11 +192,12 @@ class Space:
         return [number for number, group in enumerate(self.part_groups) if group.kind == "params"]
 
     def name_at(self, index: int) -> str:
-        """Name of the parameter that element `index` of the flat vector belongs to."""
+        """Return the name of the parameter to which element `index` of the flat vector belongs."""
         return self.names[bisect_right(self._starts, index) - 1]
 
     def pieces(self, bounds: SliceBounds) -> Iterator[Piece]:
-        """Every overlap of a slice with a part, in part order; rows and cols count from the slice's corner."""
+        """Yield every overlap of a slice with a part, in part order. Rows and columns count from
+        the slice's corner."""
         num_cols = matrix_cols(self.shapes[bounds.name])
         base = self.offsets[bounds.name]
         if bounds.rows[0] >= bounds.rows[1] or bounds.cols[0] >= bounds.cols[1]:
@@ -199,7 +208,7 @@ class Space:
             yield from self.pieces_in(part, bounds)
 
     def pieces_in(self, part: Part, bounds: SliceBounds) -> Iterator[Piece]:
-        """`pieces` of one part: at most three."""
+        """Yield the `pieces` of one part, at most three."""
         num_cols = matrix_cols(self.shapes[bounds.name])
         base = self.offsets[bounds.name]
         for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[bounds.name]):
@@ -219,7 +228,8 @@ class Space:
 
 
 def choose_part_elements(num_params: int) -> int:
-    """Size of the largest part of a model of so many parameters, if the config does not set it.
+    """Return the size of the largest part of a model with `num_params` parameters, if the config
+    does not set it.
 
     >>> [choose_part_elements(num_params) for num_params in (150_000_000, 1_240_000_000, 70_000_000_000)]
     [1048576, 2097152, 4194304]
@@ -228,7 +238,8 @@ def choose_part_elements(num_params: int) -> int:
 
 
 def part_length(num_elements: int, part_elements: int, block_elements: int, num_islands: int = 1) -> int:
-    """Elements of every part but the last: a multiple of `block_elements`, and at least one block.
+    """Return the number of elements of every part but the last: a multiple of `block_elements`, and
+    at least one block.
 
     >>> [-(-n // part_length(n, 1 << 20, 256, num_islands=4)) for n in (1000, 50_000, 10**6, 10**7, 10**8)]
     [4, 8, 8, 16, 96]
@@ -241,7 +252,7 @@ def part_length(num_elements: int, part_elements: int, block_elements: int, num_
 
 
 def matrix_cols(shape: tuple[int, ...]) -> int:
-    """Columns of a parameter seen as a matrix (shape[0], rest)."""
+    """Return the number of columns of a parameter seen as a matrix (shape[0], rest)."""
     return prod(shape[1:])
 
 

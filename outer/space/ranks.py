@@ -19,7 +19,8 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, background: dist.ProcessGroup | None = None) -> None:
-        """`group` is None on an island of one rank; `background` is a second group, for calls from another thread."""
+        """Wrap the groups. `group` is None on an island of one rank; `background` is a second
+        group, for calls from another thread."""
         self._group, self._background = group, background
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
@@ -31,11 +32,11 @@ class RankGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for the island."""
+        """Whether this rank communicates for the island."""
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """The leader's value, on every rank."""
+        """Return the leader's value, on every rank."""
         if self._group is None:
             return value
         box = [value if self.is_leader else None]
@@ -47,7 +48,7 @@ class RankGroup:
         return self.broadcast(work() if self.is_leader else None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.num_ranks
@@ -66,7 +67,8 @@ class RankGroup:
         sends = [[] if r == self.rank else v for r, v in enumerate(outgoing)]
         receives = [[] if r == self.rank else v for r, v in enumerate(incoming)]
         packed = torch.cat([torch.empty(0), *(view.reshape(-1) for views in sends for view in views)])
-        # Gloo's all_to_all of tensor lists requires equal sizes, so each rank sends one flat tensor with split sizes.
+        # Gloo's all_to_all of tensor lists requires equal sizes, so each rank sends one flat tensor
+        # with split sizes.
         sizes_in, sizes_out = ([sum(v.numel() for v in views) for views in side] for side in (receives, sends))
         received = torch.empty(sum(sizes_in))
         dist.all_to_all_single(received, packed, sizes_in, sizes_out, group=self._group)

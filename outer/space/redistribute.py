@@ -1,6 +1,6 @@
 """Redistribute local params among the ranks of one island, from slices (as the mesh holds them) to parts, and back.
 
-Each part has one carrier, a rank that holds much of it. `gather` sends every part of the local params to its
+Each part has one carrier, a rank that holds a large share of it. `gather` sends every part of the local params to its
 carrier; `scatter` sends new values from the carriers to every rank that holds them, replicas included.
 """
 
@@ -44,7 +44,8 @@ Moves = list[list[Move]]
 
 
 class PartGroupMoves:
-    """What a rank sends and receives of one part group. Moves with another rank are in an order that both share."""
+    """The pieces of one part group that a rank sends and receives. Both ranks of a move list it
+    in the same order."""
 
     def __init__(self, num_ranks: int) -> None:
         self.sends: Moves = [[] for _ in range(num_ranks)]
@@ -52,7 +53,8 @@ class PartGroupMoves:
 
 
 class Redistribution:
-    """The moves of one island, planned once. Collective: every rank builds it and calls each method together."""
+    """The moves of one island, planned once. Every rank builds it and calls each method together
+    with the others."""
 
     def __init__(self, space: Space, params: Params, ranks: RankGroup) -> None:
         self._space, self._params, self._ranks = space, params, ranks
@@ -68,7 +70,8 @@ class Redistribution:
         self._plan_parts(holdings, overlaps)
 
     def gather(self, part_groups: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
-        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, in memory of their own.
+        """Return the parts of the local params that this rank carries, 1-D fp32 on the CPU, in
+        memory of their own.
 
         Limited to these part groups; None gathers all.
         """
@@ -82,8 +85,8 @@ class Redistribution:
     ) -> None:
         """Write parts into the local params of every rank that holds a slice of them.
 
-        local = mix x local + (1 - mix) x part. Limited to these part groups; None scatters all. `parts` must contain
-        every part of them that this rank carries.
+        local = mix x local + (1 - mix) x part. Limited to these part groups; None scatters all.
+        `parts` must contain every part of these groups that this rank carries.
         """
         for number in self._select(part_groups):
             self._scatter(parts, number, mix)
@@ -98,7 +101,8 @@ class Redistribution:
             for i in self._space.parts_in[part_group]
             if self.carriers[i] == self._ranks.rank
         }
-        # Read each slice once, and all together: with params on a GPU a read copies whole slices, and waits for it.
+        # Each slice is read once, all together: with params on a GPU a read copies whole slices and
+        # waits for the copy.
         slices = self._params.read_all({_slice_index(m) for moves in planned.sends for m in moves})
         outgoing = [[_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves] for moves in planned.sends]
         incoming = [[_part_view(parts, m.piece) for m in moves] for moves in planned.receives]
@@ -108,7 +112,7 @@ class Redistribution:
     def _scatter(self, parts: Mapping[int, torch.Tensor], part_group: int, mix: float) -> None:
         planned = self._scatters[part_group]
         indices = {_slice_index(m) for moves in planned.receives for m in moves}
-        # Params on the CPU are written where they lie.
+        # Params on the CPU are written in place.
         live = {i: None if mix else self._params.live(i) for i in sorted(indices)}
         buffers = {i: self._buffer(i) if values is None else values for i, values in live.items()}
         outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in planned.sends]
@@ -116,8 +120,8 @@ class Redistribution:
         self._ranks.exchange(outgoing, incoming)
         brought = {i: values for i, values in buffers.items() if live[i] is None}
         if mix:
-            # Products and sum round separately, without a fused multiply-add, so that replicas on other machines get
-            # the same bits.
+            # Products and sum are rounded separately, without a fused multiply-add, so that
+            # replicas on other machines get the same bits.
             for index, values in self._params.read_all(brought).items():
                 brought[index].mul_(1 - mix).add_(values * mix)
         self._params.write_all(brought)
@@ -141,7 +145,8 @@ class Redistribution:
                     self._gathers[group].sends[carrier].append(move)
 
     def _plan_parts(self, holdings: Holdings, overlaps: Overlaps) -> None:
-        """Plan the moves between the parts that this rank carries and all that hold pieces of them."""
+        """Plan the moves between the parts that this rank carries and all ranks that hold pieces
+        of them."""
         me = self._ranks.rank
         mine = np.array(self.carriers, np.int64)[overlaps.part] == me
         for index, number in zip(overlaps.rectangle[mine].tolist(), overlaps.part[mine].tolist(), strict=True):
@@ -155,7 +160,8 @@ class Redistribution:
 
 
 def _source(ranks: Sequence[int], carrier: int) -> int:
-    """The holder that sends a replicated slice to the carrier: the carrier itself if it holds the slice."""
+    """Return the holder that sends a replicated slice to the carrier: the carrier itself if it
+    holds the slice."""
     return carrier if carrier in ranks else ranks[carrier % len(ranks)]
 
 

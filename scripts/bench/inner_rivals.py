@@ -106,7 +106,7 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
         assert result.loss is not None, "a step was skipped"
         return result.loss
 
-    return TrainingLoop(trainer.stages[0], trainer.optimizers[0], step)
+    return TrainingLoop(trainer.model_parts[0], trainer.optimizers[0], step)
 
 
 def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:

@@ -28,7 +28,7 @@ from diloco.watchdog.signals import end_with_parent
 from inner.data.batches import heldout_windows
 from inner.data.micro_batch import Cutter, num_targets
 from inner.model.single_process import summed_loss
-from inner.optim.build import lr_at, set_lr
+from inner.optim.learning_rate import lr_at, set_lr
 from scripts.bench.wallclock_rivals import Machine, Rival, open_ddp
 
 

@@ -60,6 +60,6 @@ def measure_peak(place: Place, trainer: Trainer, windows: list[Tensor]) -> int:
 
 
 def _state_of(trainer: Trainer) -> list[Tensor]:
-    modules = [tensor for stage in trainer.stages for tensor in (*stage.parameters(), *stage.buffers())]
+    modules = [tensor for stage in trainer.model_parts for tensor in (*stage.parameters(), *stage.buffers())]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     return [*modules, *(value for state in states for value in state.values() if isinstance(value, Tensor))]

@@ -100,7 +100,7 @@ def test_a_resumed_trainer_has_the_saved_state_bit_for_bit_and_goes_on_alike(tmp
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of parameters and optimizer states, by name."""
-    live = live_tensors(trainer.stages, trainer.optimizers)
+    live = live_tensors(trainer.model_parts, trainer.optimizers)
     return {name: copies[0].detach().to("cpu", copy=True) for name, copies in live.items()}
 
 

@@ -30,7 +30,7 @@ class Tiny:
     """A model of two matrices filled with the step number."""
 
     inner_step: int = 0
-    stages: list[nn.Module] = field(default_factory=lambda: [nn.Sequential(matrix(), matrix())])
+    model_parts: list[nn.Module] = field(default_factory=lambda: [nn.Sequential(matrix(), matrix())])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -38,12 +38,12 @@ class Tiny:
 
     def set_step(self, step: int) -> None:
         self.inner_step = step
-        for param in self.stages[0].parameters():
+        for param in self.model_parts[0].parameters():
             nn.init.constant_(param, float(step))
 
     @property
     def values(self) -> set[float]:
-        return {value for param in self.stages[0].parameters() for value in param.flatten().tolist()}
+        return {value for param in self.model_parts[0].parameters() for value in param.flatten().tolist()}
 
 
 def matrix() -> nn.Module:

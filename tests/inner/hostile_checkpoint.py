@@ -151,7 +151,7 @@ REFUSALS = {
     "code for a tensor": r"refused: the bytes of \S+ are not a saved tensor",
     "a file outside": "refused: it names the file '../step-",
     "a huge tensor": "has fewer bytes than its shape",
-    "a repeated chunk": "do not make up its shape",
+    "a repeated chunk": "do not add up to its shape",
     "a compressed chunk": "are not a saved tensor .*compressed",
     "another shape": "has a shape or dtype other than the index says",
 }

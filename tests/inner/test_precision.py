@@ -33,7 +33,7 @@ def kept(_: int, optimizer: str) -> Kept:
     trainer = build_trainer(
         Degrees(dp_shard=2), config=OPTIMIZER.model_copy(update={"name": optimizer}), compute_dtype="bfloat16"
     )
-    (model,) = trainer.stages
+    (model,) = trainer.model_parts
     gradients: set[torch.dtype] = set()
     computed: set[torch.dtype] = set()
 

@@ -92,8 +92,8 @@ def precision_on_a_rank(rank: int) -> dict[str, Any]:
         found["layer"] |= {args[0].dtype, out.dtype}
         found["rope"] |= {args[1].dtype}
 
-    trainer.stages[0].layers["1"].register_forward_hook(note_layer)
-    trainer.stages[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
+    trainer.model_parts[0].layers["1"].register_forward_hook(note_layer)
+    trainer.model_parts[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
 
     def note_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -133,7 +133,7 @@ def poison_loss(trainer: Trainer) -> Any:
     def hook(_module: object, _args: object, out: Tensor) -> Tensor:
         return out * math.nan
 
-    return trainer.stages[0].register_forward_hook(hook)
+    return trainer.model_parts[0].register_forward_hook(hook)
 
 
 def poison_gradient(trainer: Trainer) -> Any:
@@ -142,7 +142,7 @@ def poison_gradient(trainer: Trainer) -> Any:
     def hook(_module: object, _args: object, out: Tensor) -> None:
         out.register_hook(lambda grad: grad * math.inf)
 
-    return trainer.stages[0].register_forward_hook(hook)
+    return trainer.model_parts[0].register_forward_hook(hook)
 
 
 def poisoned_on_a_rank(rank: int, degrees: Degrees, poison: Callable[[Trainer], Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def evaluation_on_a_rank(rank: int) -> None:
         random_state = torch.random.get_rng_state()
         watched.evaluate(heldout)
         assert torch.equal(torch.random.get_rng_state(), random_state)
-        assert all(param.grad is None for param in watched.stages[0].parameters())
+        assert all(param.grad is None for param in watched.model_parts[0].parameters())
         watched.step(share(watched, batch(step)))
     assert_same_bits(snapshot(watched.params), snapshot(plain.params))
     assert watched.inner_step == plain.inner_step == 4

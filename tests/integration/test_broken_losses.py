@@ -27,7 +27,7 @@ def poisoned(config: Config, index: int) -> None:
         def step(micro_batches):
             result = make_step(micro_batches)
             if result.step == POISONED_STEP:
-                for stage in parts.trainer.stages:
+                for stage in parts.trainer.model_parts:
                     for param in stage.parameters():
                         param.data.fill_(1e30)
             return result

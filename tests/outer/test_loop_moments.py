@@ -180,7 +180,7 @@ def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
         return str(caught.value)
 
     found = run_islands({"a": script}, config(1, moments=(1, 1)), model=model)
-    assert found["a"] == "'wq@exp_avg_sq' holds -0.5; no mean of squares is below 0"
+    assert found["a"] == "'wq@exp_avg_sq' holds -0.5, but a mean of squares is never below 0"
 
 
 # -- fragments, delay, mix ------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_an_outer_optimizer_that_breaks_a_claim_is_refused(rule: type, claim: st
 def test_code_that_no_config_of_the_operator_names_is_not_imported(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "theirs.py").write_text("raise SystemExit('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(InputError, match="'theirs:Codec', code that a run of others names; it is not imported here"):
+    with pytest.raises(InputError, match="'theirs:Codec', which a run of others names; it is imported only if"):
         build_codec("theirs:Codec")
 
 

@@ -159,7 +159,7 @@ def live(rank: int, case: Case) -> Life:
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Every gradient as a matrix put together from all ranks' slices; on rank 0."""
-    grads = {name: param.grad for stage in trainer.stages for name, param in stage.named_parameters()}
+    grads = {name: param.grad for stage in trainer.model_parts for name, param in stage.named_parameters()}
     mine = []
     for held in trainer.params.slices:
         grad = grads[held.name]

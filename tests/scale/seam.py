@@ -38,7 +38,7 @@ def main() -> None:
     with without_values():
         trainer = build_rehearsing_trainer(case, mesh)
         seam = ParamsAndMoments(trainer.params, trainer.optimizers)
-        saved = [tensor for tensor, *_ in live_tensors(trainer.stages, trainer.optimizers).values()]
+        saved = [tensor for tensor, *_ in live_tensors(trainer.model_parts, trainer.optimizers).values()]
         new = {index: torch.empty(held.shape) for index, held in enumerate(seam.slices)}
         read = seam.read_all(new)
         copies = copy_to_host(saved)

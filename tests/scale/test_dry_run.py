@@ -71,8 +71,8 @@ class Case:
 
 
 CASES = {
-    "1b on 8": Case("1b", Degrees(dp_shard=8)),
-    "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
+    "1b, 2 layers on 8": Case("1b", Degrees(dp_shard=8), num_layers=2),
+    "8b, 2 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=2, parallel={"context": "ulysses"}),
     "8b, 2 layers, documents, 4 chunks of the loss": Case(
         "8b", Degrees(dp_shard=8), num_layers=2, seq_len=16384, num_micro_batches=1, masks_documents=True
     ),
@@ -81,10 +81,13 @@ CASES = {
     "8b, 8 layers on 128, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
     ),
-    "1b, 4 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"),
+    "1b, 2 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=2, rank=5, optimizer="muon"),
     "1b, 2 layers, the tied table in two stages": Case("1b", Degrees(pp=2, tp=2), num_layers=2, rank=3),
 }
 SLOW = {
+    "1b on 8": Case("1b", Degrees(dp_shard=8)),
+    "1b, 4 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"),
+    "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
     "8b on 8": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=1),
     "8b on 8, 4 micro-batches": Case(
         "8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4, parallel={"recompute": "full"}

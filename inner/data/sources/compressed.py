@@ -1,5 +1,5 @@
-"""Files that contain text in another file: JSON Lines compressed by gzip or zstd, and tar archives
-(WebDataset's form)."""
+"""Files that hold documents in compressed form or in an archive: JSON Lines compressed by gzip or
+zstd, and tar archives (WebDataset's form)."""
 
 import gzip
 import io

@@ -70,7 +70,7 @@ class HuggingFaceSource:
     def documents_from(self, place: Place) -> Iterator[Document]:
         """Yield the document at a place and all documents after it. Earlier files are not read.
 
-        The row found at the place must be the one that was there before; otherwise all rows are
+        The row found at the place must be the row that was there before; otherwise all rows are
         read from the beginning. This is checked because file numbers come from internal state of
         the library.
         """

@@ -26,7 +26,8 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
     """
     if config.shard_tokens % config.seq_len:
         raise InputError(
-            f"data.shard_tokens: got {config.shard_tokens}, which sequences of {config.seq_len} tokens do not fill"
+            f"data.shard_tokens: got {config.shard_tokens}, which is not a multiple of data.seq_len {config.seq_len}; "
+            "set it to a multiple"
         )
     index = store.read_index() or new_index(config, identity)
     if index.identity != identity:

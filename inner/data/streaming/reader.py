@@ -172,7 +172,7 @@ class ShardReader:
         elif shard is None:
             self._not_ahead.add(number)
             if failure is not None:
-                log.warning("shard %d could not be brought ahead: %s", number, failure)
+                log.warning("shard %d could not be fetched or tokenised ahead of time: %s", number, failure)
         self._drop_oldest()
         self._changed.notify_all()
 

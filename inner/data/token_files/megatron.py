@@ -1,4 +1,5 @@
-"""Megatron's indexed files: NAME.bin has the ids, NAME.idx their type, the length of each sequence, and the documents.
+"""Megatron's indexed files: NAME.bin has the ids; NAME.idx has their type, the length of each
+sequence, and the documents. NAME.idx consists of:
 
 9 bytes MMIDIDX\\0\\0, uint64 version 1, uint8 type, uint64 number of sequences, uint64 number of documents + 1,
 int32 length of each sequence, int64 offset of each sequence in bytes, int64 first sequence of each document, end

@@ -119,7 +119,7 @@ def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
 
 
 def _split(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
-    """The inverse of `_join`."""
+    """Invert `_join`."""
     k, length = axis.size, -(-axis.length // axis.size)
     missing = k * length - axis.length
     padded = torch.nn.functional.pad(x_MAB, (0, missing * dim, 0, missing * (1 - dim)))

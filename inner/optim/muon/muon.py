@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype = torch.float32,
         row_beta: float | None = None,
     ) -> None:
-        """`dtype`: dtype of the products that orthogonalise matrices, see `product_dtype`."""
+        """Set the options. `dtype`: dtype of the products that orthogonalise matrices, see `product_dtype`."""
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
         self.dtype, self.row_beta = dtype, row_beta
         for group in self.param_groups:

@@ -168,7 +168,7 @@ def _torch_order(schedule: Schedule, pp: int, num_stages: int, num_micro_batches
 
 
 def _parse_torch_action(entry: Any) -> list[Action]:
-    """Convert one of torch's actions to ours; the list is empty for pure communication."""
+    """Convert an action of torch to Actions. The list is empty for pure communication."""
     return [
         Action(_KINDS[part.computation_type.value], part.stage_index, part.microbatch_index)
         for part in entry.sub_actions or (entry,)

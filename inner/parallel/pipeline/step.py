@@ -32,7 +32,7 @@ class Pipeline:
         *,
         reduces_each: bool,
     ) -> None:
-        """`reduces_each`: as in OneStage."""
+        """Build the stages and their schedule. `reduces_each`: as in OneStage."""
         self._copies = copies
         self._local = local
         self._num_micro_batches = num_micro_batches

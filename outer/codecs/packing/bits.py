@@ -1,14 +1,14 @@
 """Pack codes of 1, 2 or 4 bits, and numbers with a small number of bits, into bytes.
 
-Codes are packed in planes: with two codes per byte, the first half of the part is in the low nibbles and the second
-half in the high ones. Packing is then a few operations on long runs of bytes; packing neighbours would need strides.
+Codes are packed in planes: with two codes per byte, the first half of the codes is in the low nibbles and the second
+half in the high nibbles. Packing is then a few operations on long runs of bytes; packing neighbours would need strides.
 """
 
 import torch
 
 
 def packed_bytes(num_codes: int, bits: int) -> int:
-    """Size in bytes of `num_codes` codes of `bits` bits."""
+    """Return the size in bytes of `num_codes` codes of `bits` bits."""
     return -(-num_codes * bits // 8)
 
 
@@ -32,7 +32,8 @@ def unpack(packed: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
 
 
 def pack_numbers(numbers: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Pack 1-D int64 numbers below 2**bits into `out` (uint8, `packed_bytes` long), the lowest bits of all first."""
+    """Pack 1-D int64 numbers below 2**bits into `out` (uint8, `packed_bytes` long). The lowest
+    bits of all numbers come first."""
     each_bit = torch.stack([numbers >> bit & 1 for bit in range(bits)])
     pack(each_bit.to(torch.uint8).view(-1), 1, out)
 

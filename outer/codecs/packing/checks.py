@@ -1,4 +1,5 @@
-"""Checks that all codecs share: of our own values before encoding, and of a peer's bytes before decoding."""
+"""Checks that all codecs share, for our own values before encoding and for a peer's bytes before
+decoding."""
 
 import math
 
@@ -8,17 +9,18 @@ from outer.errors import MessageError, NonFiniteError
 
 
 def flat_fp32(values: torch.Tensor) -> torch.Tensor:
-    """`values` detached and contiguous. Asserts that they are 1-D fp32 on the CPU."""
+    """Return `values` detached and contiguous. Asserts that they are 1-D fp32 on the CPU."""
     ok = values.dim() == 1 and values.dtype == torch.float32 and values.device.type == "cpu"
     assert ok, f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
-    # An empty tensor may have stride 0 (numpy's does), and torch cannot view that as bytes.
+    # An empty tensor may have stride 0 (numpy's does), and torch cannot view such a tensor as
+    # bytes.
     return values.detach().contiguous() if values.numel() else torch.empty(0)
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no element is inf or nan."""
-    # A finite sum proves it in one cheap pass. Large finite values may overflow the sum, so an infinite one does not
-    # prove the opposite.
+    """Return whether no element is inf or nan."""
+    # A finite sum proves that all values are finite, in one cheap pass. Large finite values may
+    # overflow the sum, so an infinite sum proves nothing.
     if math.isfinite(values.sum().item()):
         return True
     low, high = torch.aminmax(values)
@@ -26,13 +28,14 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def non_finite_error(values: torch.Tensor) -> NonFiniteError:
-    """The error for the first inf or nan in `values`, which contain at least one."""
+    """Return the error for the first inf or nan in `values`, which contain at least one."""
     index = int(values.isfinite().logical_not_().nonzero()[0])
     return NonFiniteError(index, values[index].item())
 
 
 def check_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Tensor:
-    """`payload`, copied if it is not aligned for fp32. Raises MessageError unless it has `num_bytes`."""
+    """Return `payload`, copied if it is not aligned for fp32. Raises MessageError unless it has
+    `num_bytes`."""
     assert payload.dtype == torch.uint8 and payload.dim() == 1, "a payload is a 1-D uint8 tensor"
     if payload.numel() != num_bytes:
         raise MessageError(f"{codec} payload of {payload.numel()} bytes, {num_bytes} expected")

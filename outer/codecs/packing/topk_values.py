@@ -1,6 +1,6 @@
 """Encode the values that topk selects with 2, 8 or 32 bits each; `top_k` values belong to each chunk.
 
-2: a sign, and one bit that says whether the magnitude reaches the chunk's mean magnitude. It decodes to the mean
+2: a sign, and one bit that is set if the magnitude reaches the chunk's mean magnitude. It decodes to the mean
    magnitude of the chunk's values with the same bit, so the sum of magnitudes is kept up to the rounding to bf16.
    Adds 4 bytes for each chunk.
 8: an integer from -127 to 127 times the chunk's scale, which is the largest magnitude / 127 rounded up to a bf16:
@@ -27,13 +27,14 @@ _HEADER_BYTES = {2: 4, 8: 2, 32: 0}
 _MAX_BF16 = (2.0 - 2.0**-7) * 2.0**127
 _NEGATIVE = 2
 _LEVELS = 127
-# The largest bf16 that is finite after multiplication by 127. With it the largest fp32 is 127.01 steps, still code 127.
+# The largest bf16 that is finite after multiplication by 127. With it the largest fp32 is 127.01
+# steps, which is still code 127.
 _MAX_SCALE = (1 + 2.0**-7) * 2.0**121
 _DROPPED_BITS = 16
 
 
 def selected_bytes(count: int, top_k: int, bits: int) -> int:
-    """Size in bytes of `count` encoded values."""
+    """Return the size in bytes of `count` encoded values."""
     return _HEADER_BYTES[bits] * num_blocks(count, top_k) + packed_bytes(count, bits)
 
 
@@ -66,7 +67,7 @@ def decode_values(encoded: torch.Tensor, count: int, top_k: int, bits: int) -> t
 
 
 def _split(encoded: torch.Tensor, count: int, top_k: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the header (bf16) and the packed codes (uint8)."""
+    """Return views of the header (bf16) and the packed codes (uint8)."""
     end = _HEADER_BYTES[bits] * num_blocks(count, top_k)
     return encoded[:end].view(torch.bfloat16), encoded[end:]
 
@@ -84,7 +85,8 @@ def _encode_integers(selected: torch.Tensor, top_k: int, header: torch.Tensor, b
 
 
 def _encode_sizes(selected: torch.Tensor, top_k: int, header: torch.Tensor, body: torch.Tensor) -> None:
-    # Done before any comparison or sum, so that processes that flush denormals get the same result.
+    # This comes before any comparison or sum, so that processes that flush denormals get the same
+    # result.
     magnitudes = torch.where(selected.abs() < MIN_SCALE, 0.0, selected.abs())
     chunks = _chunk_of_each(selected.numel(), top_k)
     large = (magnitudes >= _means(magnitudes, chunks, len(header)).index_select(0, chunks)).long()
@@ -94,6 +96,7 @@ def _encode_sizes(selected: torch.Tensor, top_k: int, header: torch.Tensor, body
 
 
 def _means(values: torch.Tensor, bins: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """The fp32 mean of the values in each bin, 0 for an empty bin. bincount adds sequentially on every machine."""
+    """Return the fp32 mean of the values in each bin, 0 for an empty bin. bincount adds
+    sequentially on every machine."""
     sums = torch.bincount(bins, weights=values.double(), minlength=num_bins)
     return (sums / torch.bincount(bins, minlength=num_bins).clamp_(min=1)).float()

@@ -1,4 +1,5 @@
-"""A node of the DHT beside islands whose calls and payloads do not travel over libp2p: those of tls."""
+"""A node of the DHT for islands whose calls and payloads do not use libp2p: the islands over
+tls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ NOWHERE = ["/ip4/127.0.0.1/tcp/0"]
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Where the node of an island listens. Without a `host` it only asks, and keeps nothing for others."""
+    """The place where an island's node listens. Without a `host` the node only sends requests,
+    and stores nothing for others."""
 
     host: str | None
     port: int = 0
@@ -24,13 +26,15 @@ class NodePlace:
 
     @property
     def only_asks(self) -> bool:
-        """Whether others cannot reach the node, or not at a port that could be forwarded to it."""
+        """Whether other nodes cannot reach this one, or only at a port that could not be
+        forwarded to it."""
         return self.host is None or (self.announce_host is not None and self.port == 0)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The run whose islands meet, and how long to wait for the swarm and to keep a record, in seconds."""
+    """The run whose islands meet, the longest wait for the swarm, and the lifetime of a record,
+    both in seconds."""
 
     run_id: str
     bootstrap: Sequence[str]
@@ -39,7 +43,8 @@ class Meeting:
 
 
 async def open_dht_beside(meeting: Meeting, place: NodePlace, auth: PeerAuth) -> tuple[HivemindMembership, Daemon]:
-    """A membership in the DHT, and the libp2p daemon that it needs; both are to be closed, it first.
+    """Open a membership in the DHT and the libp2p daemon that it needs. Close the membership first,
+    then the daemon.
 
     Raises InputError if the daemon does not start or no peer of the DHT answers.
     """

@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 
 WARN_SECONDS = 3.0
 MAX_APART_SECONDS = 10.0
-"""An island's record lives for 15 s and is renewed every 4 s: a reader whose clock is further off sees none, or all of
-those that have left."""
+"""Largest difference of clocks that is accepted, in seconds. An island's record lives for 15 s
+and is renewed every 4 s. A reader whose clock differs by more sees no records, or still sees all
+islands that have left."""
 ASK_SECONDS = 2.0
 
 
 async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
-    """By how much this machine's clock is ahead of a peer's, to within the round trip; None if it does not answer."""
+    """Return how many seconds this machine's clock is ahead of a peer's, up to the round-trip
+    time; None if the peer does not answer."""
     kind: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
     request = kind(peer=dht.protocol.node_info, validate=False)
     asked = get_dht_time()
@@ -39,7 +41,8 @@ async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
 
 
 async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:
-    """Raise InputError if the clocks of all peers that answer are far from this machine's."""
+    """Raise InputError if the clocks of all peers that answer differ from this machine's by more
+    than MAX_APART_SECONDS."""
     found = await asyncio.gather(*(seconds_ahead(dht, peer) for peer in peers))
     known = [ahead for ahead in found if ahead is not None]
     if known and (least := min(known, key=abs)) and abs(least) > MAX_APART_SECONDS:
@@ -47,7 +50,7 @@ async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:
 
 
 def explain(ahead: float) -> str:
-    """What follows from clocks that differ, and the cure."""
+    """Return what follows from clocks that differ, and the cure."""
     return (
         f"the clock of this machine is {describe(ahead)} that of the DHT's peer. Records in hivemind's DHT expire by "
         f"the clock, so islands whose clocks are more than {MAX_APART_SECONDS:g} s apart do not see each other: "
@@ -60,14 +63,15 @@ def describe(ahead: float) -> str:
 
 
 class ClockWatch:
-    """Warns when the clocks of this machine and of a peer have come apart, and again only after they were together."""
+    """Warns when the clocks of this machine and a peer begin to differ. It warns again only
+    after they were equal."""
 
     def __init__(self) -> None:
         self.trouble = ""
-        """What was found when the clocks were last compared, if they are apart."""
+        """Description of the difference at the last comparison, or "" if the clocks were equal."""
 
     async def look(self, dht: DHTNode) -> None:
-        """Compare with one of the peers that this node knows."""
+        """Compare the clock with the clock of one of the peers that this node knows."""
         peers = list(dht.protocol.routing_table.peer_id_to_uid)
         ahead = await seconds_ahead(dht, random.choice(peers)) if peers else None
         if ahead is None:

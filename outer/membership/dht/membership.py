@@ -1,4 +1,5 @@
-"""Calls and records in a swarm that hivemind's DHT holds together. The swarm survives the island that started it."""
+"""Calls and records in a swarm that is connected by hivemind's DHT. The swarm survives the
+island that started it."""
 
 import asyncio
 import logging
@@ -28,9 +29,10 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 4.0
 CONFIG_SECONDS = 60.0
 ANSWER_SECONDS = 0.5
-"""`members` waits this long for the DHT and then returns what it knew, so that a dead peer slows only one search."""
+"""`members` waits this long for the DHT and then returns the last known records, so that a dead
+peer slows only one search."""
 MEET_SECONDS = 3.0
-"""Interval at which peers are pinged that the DHT has dropped."""
+"""Interval of pings to peers that the DHT has dropped."""
 MAX_KNOWN_PEERS = 64
 
 
@@ -50,10 +52,12 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
 
 
 class HivemindMembership:
-    """A Membership (outer.membership.base) in hivemind's DHT. It owns the DHT node, but not the daemon.
+    """A Membership (outer.membership.base) in hivemind's DHT. It owns the DHT node, but not the
+    daemon.
 
-    The DHT drops a peer that fails to answer once, so this class keeps pinging bootstrap peers and known islands. Else
-    a restarted bootstrap peer would know nobody, and the two sides of a network partition would never find each other.
+    The DHT drops a peer that fails to answer once, so this class keeps pinging bootstrap peers and
+    known islands. Otherwise a restarted bootstrap peer would know no other node, and the two sides
+    of a network partition would never find each other.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class HivemindMembership:
         self._dht, self._daemon, self._run_id, self._auth = dht, daemon, run_id, daemon.auth
         self._record_seconds = record_seconds
         self._peers = bootstrap_addresses(bootstrap)
-        """Addresses of bootstrap peers, by multiaddress, and of islands, by name or by the peer id of their node."""
+        """Addresses of bootstrap peers, by multiaddress, and addresses of islands, by name or by
+        the peer id of their node."""
         self.remembers_nodes = False
-        """Whether to keep pinging all nodes that were met, because the islands' records do not name their nodes."""
+        """Whether to keep pinging all nodes that were ever connected, because the islands'
+        records do not name their nodes."""
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
         self._config: str | None = None
@@ -76,12 +82,14 @@ class HivemindMembership:
 
     async def announce(self, member: Member) -> None:
         assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
-        # An island that has had records in this run owns its name, whoever claims it now.
+        # An island that has had records in this run owns its name, even if another island claims it
+        # now.
         is_new = self._auth.names is None or self._auth.names.newest(member.island) == 0
         if is_new and (others := await self._find_others(member)):
             raise name_taken_error(member.island, min(others))
         await self._store_record(member.island, member.encode())
-        # Two new islands that announce at the same time both pass the first check; the lower key goes on.
+        # Two new islands that announce at the same time both pass the first check. Then the lower
+        # key continues.
         if is_new and (others := await self._find_others(member)) and min(others) < member.identity:
             await self._store_record(member.island, b"")
             raise name_taken_error(member.island, min(others))
@@ -112,7 +120,7 @@ class HivemindMembership:
         try:
             self._config = await self.read_config() or text
         except DifferingConfigsError as error:
-            log.warning("%s; this island goes by its own", error)
+            log.warning("%s; this island uses its own", error)
             self._config = text
         await self._store_config()
         self._keep_refreshing()
@@ -151,7 +159,8 @@ class HivemindMembership:
             await self._clocks.look(self._dht)
 
     def _remember(self, peer_ids: Sequence[str]) -> None:
-        """Remember nodes without addresses: the libp2p daemon knows those of the peers that it was connected to."""
+        """Remember nodes without addresses: the libp2p daemon knows the addresses of peers to
+        which it was connected."""
         if self.remembers_nodes:
             known = {address.peer_id for address in self._peers.values()}
             for peer_id in peer_ids[: MAX_KNOWN_PEERS - len(self._peers)]:
@@ -169,13 +178,14 @@ class HivemindMembership:
                     await self._store_record(self._own.island, self._own.encode())
                 await self._store_config()
             except Exception:  # the refresh must survive any single failure
-                log.warning("the DHT did not accept this island's record; trying again", exc_info=True)
+                log.warning("the DHT did not accept this island's record; it will be sent again", exc_info=True)
 
     async def _find_others(self, member: Member) -> set[str]:
-        """Keys of other islands that claim this island's name."""
+        """Return the keys of other islands that claim this island's name."""
         records = await find_records(self._dht, self._run_id, self._auth.key)
         claims = [record for record in records if record.member.island == member.island]
-        # An earlier process of this island may have announced a moment ago, on a clock that was ahead.
+        # An earlier process of this island may have announced shortly before, on a clock that was
+        # ahead.
         own = [record.expires_at for record in claims if record.member.identity == member.identity]
         self._expires_at = max([self._expires_at, *own])
         return {record.member.identity for record in claims} - {member.identity}
@@ -193,12 +203,13 @@ class HivemindMembership:
 async def find_runs_in_swarm(
     address: str, connect_seconds: float, key: RunKey | None, run_name: str | None = None
 ) -> dict[str, RunInfo]:
-    """The runs in the swarm that the key opens, by id. If the run `run_name` is there, that one: it needs no list,
-    from which strangers may push it out.
+    """Return the runs in the swarm that the key opens, by id. A run `run_name` is read directly,
+    without the list of runs, from which strangers may push it out.
 
-    Raises InputError if the swarm is unreachable, the key opens none, or nobody can tell what a run's config is.
+    Raises InputError if the swarm is unreachable, the key opens no run, or the config of a run
+    cannot be determined.
     """
-    # It only asks: nobody has to reach it.
+    # This node only sends requests, so other nodes need not reach it.
     settings = DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
     daemon = await start_daemon(settings)
     try:
@@ -217,7 +228,7 @@ async def find_runs_in_swarm(
 async def _read_runs(
     dht: DHTNode, names: Sequence[str], key: RunKey | None
 ) -> tuple[dict[str, RunInfo], list[InputError]]:
-    """The runs of these names that are there, and why others cannot be read."""
+    """Return the runs with these names that exist, and the errors of runs that cannot be read."""
     runs: dict[str, RunInfo] = {}
     refused: list[InputError] = []
     for name in names:
@@ -235,7 +246,7 @@ class BootstrapPeer:
     """A DHT peer that does not train."""
 
     addresses: tuple[str, ...]
-    """Multiaddresses for the islands' `island.bootstrap`."""
+    """Multiaddresses for the islands' setting `island.bootstrap`."""
     _daemon: Daemon
     _dht: DHTNode
 

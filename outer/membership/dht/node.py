@@ -21,17 +21,22 @@ from outer.transports.hivemind_daemon import Daemon
 RPC_SECONDS = 2.0
 RETRY_SECONDS = 0.2
 MAX_VALUE_BYTES = 1 << 17
-"""Limit for a value in the DHT: the longest config, or the record of an island of some 500 ranks, with its seal."""
+"""Limit for a value in the DHT. It fits the longest config, or the record of an island of about
+500 ranks, with its seal."""
 MAX_SUBKEY_LENGTH = 512
 MAX_KEY_BYTES = 1 << 21
-"""Limit for all values under a key. An island reads all records of its run each second, those of strangers, too."""
+"""Limit for all values under a key. An island reads all records of its run each second,
+including strangers' records."""
 MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 24
-"""Limits for what this node keeps for others. Beyond them it takes nothing new; what is there can be renewed.
+"""Limits for the entries that this node stores for others. Beyond them it stores nothing new;
+existing entries can be renewed.
 
-A node hands over what it keeps to every node that it meets, and needs many times as much memory while it does so.
+A node sends its stored entries to every node that it meets, and needs many times their memory to do
+so.
 """
 RECOUNT_SECONDS = 1.0
-"""What has expired makes room after this time; counting at each store would let a stranger stop the event loop."""
+"""Expired entries make room after this time. Counting at each store would let a stranger block
+the event loop."""
 
 
 async def open_dht(
@@ -39,8 +44,9 @@ async def open_dht(
 ) -> DHTNode:
     """Open a DHT node and connect it to a peer at `bootstrap`.
 
-    Raises InputError if none answers in time, or the clocks of all that do are far from this machine's.
-    One that `only_asks` keeps nothing for others, which do not have to reach it.
+    Raises InputError if none answers in time, or if the clocks of all peers that answer differ too
+    much from this machine's. A node that `only_asks` stores nothing for others, which do not have
+    to reach it.
     """
     try:
         owned = OwnedRecords(daemon.auth.island)
@@ -70,7 +76,8 @@ async def open_dht(
 
 
 class BoundedStorage(DHTLocalStorage):
-    """What a DHT node keeps for others. hivemind's own storage takes everything from everybody."""
+    """The entries that a DHT node stores for others, with limits. hivemind's own storage accepts
+    all entries from all nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +88,8 @@ class BoundedStorage(DHTLocalStorage):
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
-        # A dictionary comes from `store_subkey`, which has checked its newest entry.
+        # A dictionary comes from `store_subkey`, which has checked the newest entry of the
+        # dictionary.
         if isinstance(value, bytes) and not self._has_room(key, None, value, expiration_time):
             return False
         return super().store(key, value, expiration_time)
@@ -93,7 +101,8 @@ class BoundedStorage(DHTLocalStorage):
         return super().store_subkey(key, subkey, value, expiration_time)
 
     def _has_room(self, key: Any, subkey: str | None, value: bytes, expiration_time: float) -> bool:
-        """Whether an entry may be kept. It is then counted, even if a newer one is there."""
+        """Return whether an entry may be stored. If so, it is counted, even if a newer one is
+        stored already."""
         now = get_dht_time()
         if len(value) > MAX_VALUE_BYTES or expiration_time > now + MAX_AHEAD_SECONDS:
             return False
@@ -108,7 +117,7 @@ class BoundedStorage(DHTLocalStorage):
         return True
 
     def _count(self, now: float) -> None:
-        """Count what has not expired."""
+        """Count the entries that have not expired."""
         self._sizes = {}
         for key, item in self.items():
             value: Any = item.value
@@ -123,12 +132,13 @@ class BoundedStorage(DHTLocalStorage):
 
 
 def bootstrap_addresses(bootstrap: Sequence[str]) -> dict[str, PeerAddress]:
-    """Peer addresses by bootstrap multiaddress."""
+    """Return peer addresses by bootstrap multiaddress."""
     return {maddr: parse_address(f"{maddr.rpartition('/p2p/')[2]}:0@{maddr}") for maddr in bootstrap}
 
 
 async def meet(dht: DHTNode, daemon: Daemon, address: PeerAddress) -> bool:
-    """Ping the DHT node at `address`, and return whether it answers. Then each node is in the other's routing table."""
+    """Ping the DHT node at `address`, and return whether it answers. If so, each node is in the
+    other's routing table."""
     peer_id = PeerID.from_base58(address.peer_id)
     with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
         async with asyncio.timeout(RPC_SECONDS):
@@ -138,7 +148,7 @@ async def meet(dht: DHTNode, daemon: Daemon, address: PeerAddress) -> bool:
 
 
 async def close_dht(dht: DHTNode) -> None:
-    """Leave the DHT. The wait is bounded, because the daemon may have died."""
+    """Leave the DHT. The wait is limited, because the daemon may have died."""
     with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
         async with asyncio.timeout(RPC_SECONDS):
             await dht.shutdown()

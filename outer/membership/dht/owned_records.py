@@ -1,8 +1,10 @@
-"""Signatures of the values in hivemind's DHT. Every DHT node of a run, and every bootstrap peer, checks them.
+"""Signatures of the values in hivemind's DHT. Every DHT node of a run, and every bootstrap peer,
+checks them.
 
-A value belongs to the island key in its subkey, `<name>@<public key>`, and is followed by that key's signature over
-where it lies, what it says and when it expires. So nobody can replace, prolong or remove another's value, and as the
-DHT keeps the value that expires last, no old one comes back. Values without an owner are not stored at all.
+A value belongs to the island key in its subkey, `<name>@<public key>`, and is followed by that
+key's signature over its place, its content and its expiration time. So no other island can replace,
+prolong or remove the value, and as the DHT keeps the value that expires last, an old value never
+replaces a newer one. Values without an owner are not stored.
 """
 
 import re
@@ -16,13 +18,15 @@ from outer.identity.island_key import PUBLIC_KEY, SIGNATURE_BYTES, IslandKey, ve
 from outer.network.endpoints import ISLAND_NAME
 
 MAX_AHEAD_SECONDS = 300.0
-"""A value may expire at most this long from now, so that room comes back. Records and configs live for a minute."""
+"""A value may expire at most this long from now, so that its memory becomes free again. Records
+and configs live for a minute."""
 PURPOSE = "value in the DHT"
 _SUBKEY = re.compile(f"({ISLAND_NAME})@({PUBLIC_KEY})")
 
 
 class OwnedRecords(RecordValidatorBase):
-    """Signs this node's own values, and refuses those of others that their owners have not signed."""
+    """Signs this node's own values, and refuses other nodes' values that their owners have not
+    signed."""
 
     def __init__(self, key: IslandKey) -> None:
         self._key = key
@@ -42,12 +46,13 @@ class OwnedRecords(RecordValidatorBase):
 
 
 def make_subkey(name: str, key: IslandKey) -> str:
-    """The subkey of this island's own value under a name."""
+    """Return the subkey of this island's own value under a name."""
     return f"{name}@{key.public}"
 
 
 def parse_subkey(subkey: object) -> tuple[str, str] | None:
-    """Name and owner's public key in a subkey, or None if it is no such subkey."""
+    """Return the name and the owner's public key in a subkey, or None if it does not have this
+    form."""
     found = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
     return (found[1], found[2]) if found else None
 

@@ -1,4 +1,4 @@
-"""What the DHT says of a run: the records of its islands, its config, and the list of runs.
+"""A run's entries in the DHT: the records of its islands, its config, and the list of runs.
 
     key              subkey          value
     <run>/members    <island>@key    the island's record, sealed; empty once it has left
@@ -39,19 +39,20 @@ class DhtValue:
     owner: str
     value: bytes
     expires_at: float
-    """In seconds of the DHT's clock."""
+    """Time in seconds on the DHT's clock."""
 
 
 @dataclass(frozen=True)
 class DhtRecord:
-    """An island's own record."""
+    """An island's record, published by the island itself."""
 
     member: Member
     expires_at: float
 
 
 async def store_record(dht: DHTNode, run_id: str, auth: PeerAuth, island: str, body: bytes, expires_at: float) -> None:
-    """Store an island's own record. Raises InputError if it is so long that no node would keep it."""
+    """Store an island's own record. Raises InputError if the record is too long for the nodes to
+    store it."""
     sealed = seal(auth.key, _member_purpose(run_id, island), body)
     if (size := len(sealed) + SIGNATURE_BYTES) > MAX_VALUE_BYTES:
         raise InputError(
@@ -68,9 +69,11 @@ async def store_config(dht: DHTNode, run_id: str, auth: PeerAuth, text: str, exp
 
 
 async def find_members(dht: DHTNode, run_id: str, auth: PeerAuth) -> dict[str, Member]:
-    """The records of a run that count, by island. Those of a key that does not own its name are left out and counted.
+    """Return the records of a run that count, by island. Records of keys that do not own their
+    names are left out and counted.
 
-    When several keys claim a name that is not known here, the lowest key has it: the same one everywhere.
+    When several keys claim a name that is not known here, the lowest key gets it, which gives the
+    same result everywhere.
     """
     members: dict[str, Member] = {}
     for record in await find_records(dht, run_id, auth.key):
@@ -83,7 +86,8 @@ async def find_members(dht: DHTNode, run_id: str, auth: PeerAuth) -> dict[str, M
 
 
 async def find_records(dht: DHTNode, run_id: str, key: RunKey | None) -> list[DhtRecord]:
-    """All well-formed records of a run that the run key opens, in the order of names and keys."""
+    """Return all well-formed records of a run that the run key opens, in the order of names and
+    keys."""
     found: list[DhtRecord] = []
     for value in await _read_values(dht, _members_key(run_id)):
         if len(value.value) <= MAX_RECORD_BYTES:
@@ -95,10 +99,12 @@ async def find_records(dht: DHTNode, run_id: str, key: RunKey | None) -> list[Dh
 
 
 async def read_config(dht: DHTNode, run_id: str, key: RunKey | None, own: str = "") -> str | None:
-    """The run's config as the island with the public key `own` has published it, or else as all islands have.
+    """Return the run's config as the island with the public key `own` has published it, otherwise
+    as all islands have.
 
-    None if there is none. Raises InputError when there are configs and the run key opens none of them, and
-    DifferingConfigsError if they differ: keys cost nothing, so their number says nothing.
+    None if there is no config. Raises InputError when there are configs and the run key opens none
+    of them, and DifferingConfigsError if they differ: keys cost nothing, so the number of keys
+    behind a config proves nothing.
     """
     texts: dict[str, str] = {}
     refusal: MessageError | None = None
@@ -122,7 +128,7 @@ async def read_config(dht: DHTNode, run_id: str, key: RunKey | None, own: str = 
 
 
 def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> DifferingConfigsError:
-    """`texts` by the key that has published them."""
+    """Build the error for differing configs. `texts`: by the key that has published them."""
     keys_of: dict[str, list[str]] = {}
     for owner, text in texts.items():
         keys_of.setdefault(text, []).append(owner[:16])
@@ -135,16 +141,19 @@ def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> Differing
 
 
 async def list_runs(dht: DHTNode) -> list[str]:
-    """Names of the swarm's runs. Of more than MAX_LISTED_RUNS any: whoever asks for a run by name needs no list."""
+    """Return the names of the swarm's runs. If there are more than MAX_LISTED_RUNS, choose at
+    random: a run can also be found by its name."""
     listed = sorted({value.name for value in await _read_values(dht, RUNS_KEY)})
     if len(listed) <= MAX_LISTED_RUNS:
         return listed
-    log.warning("%d runs are listed in this swarm, %d are looked at; name one (--run)", len(listed), MAX_LISTED_RUNS)
+    log.warning(
+        "%d runs are listed in this swarm, but only %d are read; name one (--run)", len(listed), MAX_LISTED_RUNS
+    )
     return sorted(SystemRandom().sample(listed, MAX_LISTED_RUNS))
 
 
 async def _read_values(dht: DHTNode, key: str) -> list[DhtValue]:
-    """The signed values under a key, in the order of names and owners."""
+    """Return the signed values under a key, in the order of names and owners."""
     found = await dht.get(key, latest=True)
     if found is None or not isinstance(found.value, dict):
         return []

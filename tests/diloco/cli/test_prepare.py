@@ -44,8 +44,8 @@ def test_all_shards_are_made_before_the_run(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--repair"], "name it by --into"),
-        (["data.seq_len=24", "--into", "/nowhere"], "sequences of 24 tokens do not fill"),
-        (["data.order=shards", "data.seq_len=24"], "shard_tokens: got 512, which sequences of 24 do not fill"),
+        (["data.seq_len=24", "--into", "/nowhere"], "not a multiple of data.seq_len 24"),
+        (["data.order=shards", "data.seq_len=24"], "shard_tokens: got 512, which is not a multiple of seq_len 24"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, arguments: list[str], says: str) -> None:

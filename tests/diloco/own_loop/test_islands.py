@@ -207,7 +207,7 @@ def test_the_ten_lines_on_our_own_model_give_the_digests_of_diloco_train(tmp_pat
     def own(config: Config, index: int) -> None:
         def live(parts: Runtime) -> None:
             trainer, run = parts.trainer, own_config(config, index, **config.outer.model_dump(mode="json"))
-            islands = Islands(run, trainer.stages[0], trainer.optimizers)
+            islands = Islands(run, trainer.model_parts[0], trainer.optimizers)
             for unit in islands.units():
                 islands.step(tokens=trainer.step(parts.batches.micro_batches(unit, 0, 1, 4)).tokens)
 

@@ -1,6 +1,7 @@
 """environment.json: enough to run the same again, and no secret."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_packages_of_another_form_are_none() -> None:
     assert changes({"packages": 3}, {"packages": {"torch": "2"}}) == {"torch": "None -> 2"}
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="a diff needs git")
 def test_changes_that_are_not_committed_are_the_diff(tmp_path: Path) -> None:
     commit_file(tmp_path, "x = 1\n")
     (tmp_path / "a.py").write_text("x = 2\n")

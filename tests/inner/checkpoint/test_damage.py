@@ -41,14 +41,14 @@ def make_newer(file: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncate": (truncate, "{file}: damaged: it has {less} bytes, {size} were written"),
-    "flip": (flip, "{file}: damaged: its bytes are not those that were written"),
+    "flip": (flip, "{file}: damaged: its content has changed since it was written"),
     "remove": (remove, "{file}: damaged: it is missing, {size} were written"),
 }
 MANIFEST_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncate": (truncate, "{file}: damaged: its bytes are not those that were written"),
-    "flip": (flip, "{file}: damaged: its bytes are not those that were written"),
+    "truncate": (truncate, "{file}: damaged: its content has changed since it was written"),
+    "flip": (flip, "{file}: damaged: its content has changed since it was written"),
     "remove": (remove, "{file}: cannot be read: No such file or directory"),
-    "make_newer": (make_newer, "{folder}: written in format 2, this version reads format 1"),
+    "make_newer": (make_newer, "{folder}: written in format 2, but this version reads format 1"),
 }
 CASES = [(file, how, rest) for file in FILES for how, rest in DAMAGES.items()]
 CASES += [("manifest.json", how, rest) for how, rest in MANIFEST_DAMAGES.items()]

@@ -63,7 +63,7 @@ def test_a_hostile_checkpoint_is_refused_on_every_rank_and_runs_nothing(whole: P
 def test_the_hostile_pickles_of_these_tests_run_where_torch_reads_them(whole: Path, tmp_path: Path, how: str) -> None:
     folder = shutil.copytree(whole / "step-00000001", tmp_path / "step-00000001")
     poison(folder, how, tmp_path / "marker")
-    tensors = {f"params/{name}": param.detach() for name, param in Tiny(99).stages[0].named_parameters()}
+    tensors = {f"params/{name}": param.detach() for name, param in Tiny(99).model_parts[0].named_parameters()}
     with suppress(CheckpointException):
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     assert (tmp_path / "marker").exists()
@@ -87,8 +87,8 @@ class Before:
 
     def __init__(self) -> None:
         self.inner_step = 0
-        self.stages = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3))]
-        self.optimizers = [torch.optim.AdamW(self.stages[0].parameters())]
+        self.model_parts = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3))]
+        self.optimizers = [torch.optim.AdamW(self.model_parts[0].parameters())]
 
 
 def before_loaded(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[Before, dict[str, Any], dict[str, Any]]:
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
     folder = shutil.copytree(WRITTEN_BEFORE, tmp_path / "checkpoints")
     state, extra, facts = run_ranks(with_checkpoints, 1, folder, before_loaded)[0]
     assert (state.inner_step, facts) == (3, {"written": "before indexes were parsed"})
-    for number, param in enumerate(state.stages[0].parameters()):
+    for number, param in enumerate(state.model_parts[0].parameters()):
         assert torch.equal(param.flatten(), torch.arange(float(param.numel())) + 100 * number)
         states = state.optimizers[0].state[param]
         assert states["step"] == 1 and torch.equal(states["exp_avg"], torch.full_like(param, 0.1))

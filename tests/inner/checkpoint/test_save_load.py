@@ -69,7 +69,7 @@ def sources(loaded: str) -> list[str]:
 def digests(trainer: Trainer) -> dict[str, str]:
     """A hash of every whole parameter and optimizer state of the island, the same wherever it is held."""
     mine: dict[str, set[str]] = {}
-    for name, copies in live_tensors(trainer.stages, trainer.optimizers).items():
+    for name, copies in live_tensors(trainer.model_parts, trainer.optimizers).items():
         for tensor in copies:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             mine.setdefault(name, set()).add(hashlib.sha256(whole.numpy().tobytes()).hexdigest())

@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Plain:
     """A training state with any optimizer: two matrices that need not be sharded."""
 
-    stages: list[nn.Module]
+    model_parts: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     inner_step: int = 0
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.inner_step)
-        model, optimizer = self.stages[0], self.optimizers[0]
+        model, optimizer = self.model_parts[0], self.optimizers[0]
         model(torch.randn(3, 8, generator=generator)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ class Plain:
 
     @property
     def values(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.stages[0].parameters()]
+        return [param.detach().clone() for param in self.model_parts[0].parameters()]
 
 
 def plain(optimizer: str, seed: int, width: int = 8, depth: int = 2) -> Plain:

@@ -104,7 +104,7 @@ def test_stages_begin_with_whole_cycles() -> None:
         ([{"seq_len": 24}], {}, "no whole number of sequences of 24"),
         ([{"tokens": 1, "seq_len": 8}, {"seq_len": 12, "tokens_per_step": 48}], {}, "does not divide the longest"),
         ([{"tokens": 10**6}, {}], {}, "raise outer.rounds"),
-        ([{"seq_len": 64}], {"data": IN_SHARDS}, "which sequences of 64 tokens do not fill.*such as 64 or 128"),
+        ([{"seq_len": 64}], {"data": IN_SHARDS}, "which is not a multiple of 64, the longest.*such as 64 or 128"),
         ([{"seq_len": 16}], {"data": CHAT}, "conversations are packed for one sequence length only"),
         ([{}], {"outer": {"gossip": {}}}, "outer has gossip"),
         ([{}], {"outer": {"wait_for": "quorum"}}, "outer has wait_for: quorum"),

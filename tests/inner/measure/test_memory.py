@@ -171,10 +171,10 @@ def _measure(case: Case) -> Measured:
     trainer = case.build()
     windows = list(torch.zeros(case.num_micro_batches, MICRO_BATCH, SEQ_LEN + 1, dtype=torch.int64))
     trainer.step(windows)
-    params = [param for stage in trainer.stages for param in stage.parameters()]
+    params = [param for stage in trainer.model_parts for param in stage.parameters()]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
-    buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
+    buffers = [buffer for stage in trainer.model_parts for buffer in stage.buffers()]
     with LiveBytes(params + moments + buffers, "cpu") as live:
         trainer.step(windows)
     kept = _kept(trainer, windows[0]) if _knows_kept(case) else None
@@ -184,7 +184,7 @@ def _measure(case: Case) -> Measured:
 def _kept(trainer: Trainer, window: Tensor) -> int:
     """Bytes that a forward leaves behind, without the weights."""
     micro_batch = trainer._cutter(window)
-    model, runner = trainer.stages[0], trainer._runner
+    model, runner = trainer.model_parts[0], trainer._runner
     assert isinstance(runner, OneStage)
     with runner._copies, LiveBytes([*model.parameters(), *model.buffers()], "cpu") as live:
         before = live.now

@@ -12,7 +12,8 @@ from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
 from inner.model.stage import Stage
 from inner.model.transformer import Transformer
-from inner.optim.build import build_optimizers, lr_at, set_lr
+from inner.optim.build import build_optimizers
+from inner.optim.learning_rate import lr_at, set_lr
 from tests.inner.small import SIZES, build_model
 
 

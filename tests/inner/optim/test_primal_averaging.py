@@ -140,7 +140,7 @@ def models_on_a_rank(rank: int, meshes: list[Degrees], name: str) -> list[tuple[
 
 def assert_offsets_lie_like_params(trainer: Trainer) -> None:
     states = {param: state for optimizer in trainer.optimizers for param, state in optimizer.state.items()}
-    for model in trainer.stages:
+    for model in trainer.model_parts:
         for param in model.parameters():
             offset = states[param][OFFSET]
             if isinstance(param, DTensor):
@@ -201,7 +201,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(stopped: list[Stopped]) 
 
 def test_a_checkpoint_is_refused_where_nothing_is_averaged(stopped: list[Stopped]) -> None:
     for of_rank in stopped:
-        assert "embed.weight is stepped by AdamW here, by averaged AdamW in the checkpoint" in of_rank.error
+        assert "embed.weight is stepped by AdamW here, but by averaged AdamW in the checkpoint" in of_rank.error
 
 
 # In the config.

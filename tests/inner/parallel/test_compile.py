@@ -40,7 +40,7 @@ class Life:
 
 def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
     trainer = build_trainer(degrees, SIZES, parallel=parallel)
-    (model,) = trainer.stages
+    (model,) = trainer.model_parts
     gradients: list[Tensor] = []
 
     def keep_gradients(*_: Any) -> None:

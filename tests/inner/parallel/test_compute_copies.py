@@ -55,11 +55,11 @@ def test_gradients_have_the_bits_of_fsdp_over_one_rank(sizes: ModelSizes, dtype:
 
 def kinds_on_a_rank(_: int, degrees: Degrees) -> list[bool]:
     trainer = build_trainer(degrees, compute_dtype="bfloat16")
-    before = [id(param) for stage in trainer.stages for param in stage.parameters()]
+    before = [id(param) for stage in trainer.model_parts for param in stage.parameters()]
     trainer.step(share(trainer, batch(0)))
-    after = [id(param) for stage in trainer.stages for param in stage.parameters()]
+    after = [id(param) for stage in trainer.model_parts for param in stage.parameters()]
     assert before == after, "outside a step the parameters are the masters"
-    return [isinstance(module, FSDPModule) for stage in trainer.stages for module in stage.modules()]
+    return [isinstance(module, FSDPModule) for stage in trainer.model_parts for module in stage.modules()]
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(tp=2), Degrees(pp=2)], ids=str)

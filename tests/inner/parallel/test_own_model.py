@@ -86,5 +86,5 @@ def test_in_bf16_it_keeps_fp32_masters_and_learns() -> None:
 
 def train_in_bf16(_: int, num_ranks: int) -> list[float | None]:
     trainer = build_trainer(Degrees(dp_shard=num_ranks), own(), compute_dtype="bfloat16")
-    assert {param.dtype for param in trainer.stages[0].parameters()} == {torch.float32}
+    assert {param.dtype for param in trainer.model_parts[0].parameters()} == {torch.float32}
     return [trainer.step(share(trainer, batch(step))).loss for step in range(12)]

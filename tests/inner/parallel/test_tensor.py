@@ -50,16 +50,16 @@ def storage_of(tensor: Tensor) -> UntypedStorage:
 def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int:
     """Bytes kept by the blocks in one forward of all sequences."""
     trainer = build_trainer(degrees, SIZES, OPTIMIZER, parallel, micro_batch=SEQUENCES)
-    kept = Kept(trainer.stages[0])
+    kept = Kept(trainer.model_parts[0])
     tokens = trainer._cutter(batch(0).clamp(min=0)).tokens_BS
-    blocks = list(trainer.stages[0].blocks())
+    blocks = list(trainer.model_parts[0].blocks())
     # The first forward also creates things that are made only once.
-    trainer.stages[0](tokens, targets_BS=tokens)
+    trainer.model_parts[0](tokens, targets_BS=tokens)
     # Measured over the blocks alone, without embedding and loss.
     hooks: Any = saved_tensors_hooks(kept.pack, lambda tensor: tensor)
     blocks[0].register_forward_pre_hook(lambda *_: hooks.__enter__())
     blocks[-1].register_forward_hook(lambda *_: hooks.__exit__())
-    trainer.stages[0](tokens, targets_BS=tokens)
+    trainer.model_parts[0](tokens, targets_BS=tokens)
     return kept.num_bytes
 
 

@@ -143,7 +143,7 @@ def show_the_right_mean(kept: KeptPayloads, part: int, of: _KeptPart) -> _KeptPa
 
 @pytest.mark.parametrize(
     ("forge", "text"),
-    [(swap_own_and_others, "has not sent"), (show_the_right_mean, "is another one than it says to have sent")],
+    [(swap_own_and_others, "has not sent"), (show_the_right_mean, "is not the one in its statement")],
 )
 def test_a_reducer_that_shows_other_things_than_it_used_is_named(
     forge: Callable[[KeptPayloads, int, _KeptPart], _KeptPart], text: str
@@ -269,7 +269,7 @@ def test_a_reducer_that_tells_one_island_something_else_does_not_drive_it_out() 
     found = run_islands(scripts, config(3, audit=1e-9), faults=two_faced)
     causes = [report.cause for report in found["b"] if not report.is_committed]
     assert "its digest" in causes[0]
-    assert any("that island 'c' sent is another one than it says to have sent" in cause for cause in causes)
+    assert any("that island 'c' sent is not the one in its statement" in cause for cause in causes)
     assert [report.participants for report in found["b"] if report.is_committed][2:] == [["a", "b"]] * 4
 
 
