@@ -129,7 +129,9 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
             "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
         )
     for path in find_other_code(ours, run):
-        log.warning("the file of %s differs from that of the island that connected last: compare their results", path)
+        log.warning(
+            "the file of %s differs from the file of the island that connected last: compare their results", path
+        )
 
 
 def close_network(network: Network, event_loop: EventLoop) -> None:

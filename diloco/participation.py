@@ -1,7 +1,7 @@
-"""What one rank of an island has while it takes part in a run, whoever trains the model.
+"""The records, connections and outer loop of one rank, for whatever code trains the model.
 
-`diloco train` (assemble.py) and a training loop of one's own (own_loop/islands.py) both open it. It knows nothing of
-the inner trainer: only the parameters that are averaged.
+`diloco train` (assemble.py) and other training loops (own_loop/islands.py) both open it. It knows
+nothing of the inner trainer, only the parameters that are averaged.
 """
 
 import logging
@@ -45,7 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Participation:
-    """This rank's records, connections and outer loop. Only the leader has metrics, and only its events are written."""
+    """This rank's records, connections and outer loop.
+
+    Only the leader has metrics and writes events.
+    """
 
     outer: OuterLoop
     network: Network
@@ -113,7 +116,7 @@ class Participation:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an island trains, for those who ask it: its mesh, its device, and what it is doing."""
+    """Where an island trains and what it is doing, for the answers to visitors."""
 
     mesh: str
     device: str
@@ -134,11 +137,11 @@ def open_participation(
     beat: Callable[[], None] = lambda: None,
     shared: Shared | None = None,
 ) -> Iterator[Participation]:
-    """Open records and connections, and build the outer loop over `params`. Every rank of the island must enter it.
+    """Open records and connections, and build the outer loop over `params`.
 
-    `wait_for_corpus` is called before the island connects, because the others must not wait for an
-    island that still loads text.
-    `beat` is called at each sign of life of a round. `shared` is given if other islands run in this process. Raises
+    Every rank of the island must enter it. `wait_for_corpus` is called before the island connects,
+    because the others must not wait for an island that still loads text. `beat` is called at each
+    sign of life of a round. `shared` is given if other islands run in this process. Raises
     InputError, ConfigError or OuterError.
     """
     with ExitStack() as stack:
@@ -174,7 +177,10 @@ def open_participation(
 
 @contextmanager
 def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Iterator[Metrics]:
-    """Lock the island's folder and open its metrics.jsonl and the other sinks that its config names. Leader only."""
+    """Lock the island's folder, and open its metrics.jsonl and the sinks that its config names.
+
+    Leader only.
+    """
     lock = hold_folder(folder)
     try:
         metrics = open_metrics(config, island, folder)

@@ -77,7 +77,9 @@ def find_tasks(request: TaskRequest) -> Any:
     manager = tasks.TaskManager(include_path=None if request.folder is None else str(request.folder))
     if unknown := [name for name in request.tasks if name not in manager.all_tasks]:
         where = f" or in {request.folder}" if request.folder else "; --task-folder names a folder with own tasks"
-        raise InputError(f"--tasks: {', '.join(unknown)} is no task of lm-eval{where}; `lm-eval ls tasks` lists them")
+        raise InputError(
+            f"--tasks: lm-eval has no task {', '.join(unknown)}{where}; `lm-eval ls tasks` lists all tasks"
+        )
     return manager
 
 

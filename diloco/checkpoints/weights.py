@@ -52,8 +52,7 @@ class Weights:
     tokenizer: str
     """A value of data.tokenizer."""
     run: RunConfig | None = None
-    """Config of the run that has these global params; None for the weights of an exported folder.
-    """
+    """Config of the run that has these global params; None for an exported folder."""
     island: IslandConfig | None = None
     """Config of the run's first island, which names the place of the text."""
     eos: str | None = None
@@ -78,7 +77,7 @@ class Weights:
     def stop_text(self) -> str | None:
         """Text that ends a message, if the model was trained on conversations.
 
-        None if its tokenizer has a token for that, or if it was not.
+        None for other models, and if the tokenizer has a token for the end of a message.
         """
         template = None if self.run is None else chat_end(self.run.data)
         return None if self.stop_ids else template

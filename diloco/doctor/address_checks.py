@@ -24,7 +24,7 @@ def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     has_relays = network.has_routes and bool(local.island.relays)
     has_address = host not in WILDCARDS or local.island.announce_host is not None
     if network.announces_host and not has_address and not has_relays:
-        yield Check("FAILED", where, f"{host}: the others must be told an address; {cure}")
+        yield Check("FAILED", where, f"{host}: others need an address to reach this island at; {cure}")
         return
     if problem := find_bind_problem(host, 0):
         yield Check("FAILED", where, f"{host}: {problem}; {cure}")

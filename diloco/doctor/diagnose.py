@@ -233,7 +233,8 @@ async def check_islands(
 def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractAsyncContextManager[Network]:
     """Open a network that listens as an island on this machine would."""
     island = local.island
-    # With hivemind it has no connections: peers that are connected already could call without a new one.
+    # With hivemind the listener joins no swarm: a peer connected to it could call back over that
+    # connection, and opening a new one would not be tested.
     needs_swarm = not run.outer.network.has_daemon or island.relay == "client"
     own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"})
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)

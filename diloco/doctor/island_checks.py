@@ -118,7 +118,7 @@ def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | B
 
 
 def reach_cure(remote: RemoteIsland) -> str:
-    """What to change on the remote machine so that its island can be called."""
+    """Return what to change on the remote machine so that its island can be called."""
     network = remote.run.outer.network
     if network.has_daemon:
         return (
@@ -239,7 +239,7 @@ def strip_peer_ids(address: str) -> str:
 
 
 def call_back_cure(remote: RemoteIsland) -> str:
-    """What to change on this machine so that other islands can call it."""
+    """Return what to change on this machine so that other islands can call it."""
     island = remote.local.island
     network = remote.run.outer.network
     if is_loopback(island.listen_host) and island.announce_host is None:

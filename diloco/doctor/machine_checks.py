@@ -98,7 +98,7 @@ def count_needed_files(num_ranks: int) -> int:
 def check_open_files(num_ranks: int) -> Check:
     """Check that a rank may open a socket for each other rank, once it has raised its soft limit."""
     allowed, needed = find_allowed_files(), count_needed_files(num_ranks)
-    text = f"{allowed} allowed for a process, a rank of {num_ranks} may need {needed}"
+    text = f"a process may open {allowed} files, and a rank of {num_ranks} may need {needed}"
     if allowed < needed:
         cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or the container's limit"
         return Check("warning", "open files", f"{text}; {cure}")

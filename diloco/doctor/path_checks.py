@@ -57,7 +57,7 @@ async def check_path(dialer: Dialer, who: str, name: str, address: IslandAddress
     """Check that a route leads to the rank; name that route, and why those before it do not."""
     route, failed = await find_route(dialer, address)
     if route is None:
-        return Check("FAILED", name, f"{who}: none. {'; '.join(failed)}; {CURE_OF_TLS}")
+        return Check("FAILED", name, f"{who}: no route. {'; '.join(failed)}; {CURE_OF_TLS}")
     why = f", because {'; '.join(failed)}" if failed else ""
     if not failed and route.behind is not None:
         why = ", because its record lists no direct address (island.announce_host)"

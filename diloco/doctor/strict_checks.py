@@ -26,7 +26,7 @@ def check_strict(local: LocalIsland, run: RunConfig) -> Iterator[Check]:
 
 
 def check_network(outer: OuterConfig) -> Check:
-    """Check that others can neither read nor alter what islands say to each other."""
+    """Check that outsiders can neither read nor alter the messages between islands."""
     if not outer.network.encrypts:
         return Check("FAILED", "outer.transport", f"{outer.transport} encrypts nothing; use tls or hivemind")
     return Check("ok", "outer.transport", f"{outer.transport} encrypts calls and payloads")

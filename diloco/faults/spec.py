@@ -74,15 +74,9 @@ class Fault:
     """Seconds since the run's first commit."""
     phase: "Phase | None" = None
     process: str | None = None
-    """The only process of the island that is hit; None means all.
-
-    It is rank0, rank1, ..., DAEMON (of `node`, if it is given), or the AGENT of `node`.
-    """
+    """The island's only process that is hit: rank0, rank1, ..., DAEMON, AGENT; None means all."""
     node: int | None = None
-    """The only node of the island that is hit.
-
-    A cut then separates it from the island's other nodes.
-    """
+    """The only node of the island that is hit. A cut separates it from the other nodes."""
     seconds: float | None = None
     back: float | None = None
     rounds: int | None = None
@@ -98,10 +92,7 @@ class Fault:
 
     @property
     def part(self) -> str | None:
-        """Name of the part of the island that is hit: rank1, node1, agent1 or daemon1.
-
-        None means all. `find_process` finds the processes of a part by this name.
-        """
+        """Name for `find_process`: rank1, node1, agent1 or daemon1; None means the whole island."""
         if self.node is None:
             return self.process
         return f"{self.process or 'node'}{self.node}"
@@ -273,10 +264,7 @@ def invalid(text: str, problem: str, kind: FaultKind = "kill") -> ConfigError:
 
 
 def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_daemon: bool) -> None:
-    """Raise ConfigError if a fault hits a process that its island will not have.
-
-    `num_ranks` has the number of ranks of each island.
-    """
+    """Raise ConfigError if a fault hits a process that its island does not have."""
     for fault in faults:
         if fault.process == DAEMON and not has_daemon:
             raise invalid(str(fault), "only islands over hivemind have a libp2p daemon", fault.kind)

@@ -55,8 +55,8 @@ def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
         island = config.for_island(index)
         if island.ranks > gpus_per_node and island.ranks % gpus_per_node:
             raise ConfigError(
-                f"islands[{index}].ranks is {island.ranks}, and a node has {gpus_per_node} GPUs; give a multiple, or "
-                "at most as many"
+                f"islands[{index}].ranks is {island.ranks}, and a node has {gpus_per_node} GPUs; "
+                "give a multiple of that number, or at most that number"
             )
         nodes = max(1, island.ranks // gpus_per_node)
         shape = nodes, min(island.ranks, gpus_per_node)
@@ -65,7 +65,7 @@ def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
 
 
 def require_relays(config: Config) -> None:
-    """Raise ConfigError unless islands that can only dial out reach each other."""
+    """Raise ConfigError unless islands that accept no connections can reach each other."""
     if not config.outer.network.has_routes or not config.island.relays:
         raise ConfigError(
             f"outer.transport is {config.outer.transport} and island.relays {list(config.island.relays)}: nodes there "

@@ -15,7 +15,9 @@ from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.network_emulation.namespaces import Namespace, Net, open_net, run_tool
 
 BURST_SECONDS = 0.004
-"""Length of the burst that a link lets through after a pause. A transfer may end so much earlier.
+"""Length of the burst that a link lets through after a pause.
+
+A transfer may end earlier by this time.
 """
 MIN_BURST, MAX_BURST = 4_000, 131_072
 """Limits of the burst, in bytes. A frame has up to 1514 bytes.

@@ -99,7 +99,7 @@ class Net:
 
     def start_relay(self) -> None:
         """Connect all namespaces added from now on by a delay relay."""
-        assert not self._namespaces, "namespaces on the bridge cannot reach those on the relay"
+        assert not self._namespaces, "namespaces on the bridge cannot reach namespaces on the relay"
         self.relay = DelayRelay(self.bridge)
 
     def add(self, delay: float = 0.0) -> Namespace:

@@ -12,8 +12,7 @@ from diloco.network_emulation.namespaces import Namespace, check_possible, run_i
 from diloco.network_emulation.sites import BRIDGE
 
 BETWEEN_NODES = f'iifname "{BRIDGE}" oifname "{BRIDGE}" accept; '
-"""Accepts frames between nodes, because some kernels filter a bridge's frames, too (br_netfilter).
-"""
+"""Accepts frames between nodes: some kernels filter a bridge's frames, too (br_netfilter)."""
 NAT = (
     'table ip nat { chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; }; }\n'
     f"table ip filter {{ chain through {{ type filter hook forward priority 0; {BETWEEN_NODES}"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 PIECE_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 20
-"""Longest line that is read. A longer one is not ours, and is skipped instead of read at each call.
-"""
+"""Longest line that is read. A longer one is not ours, and is skipped."""
 
 
 class GrowingFile:

@@ -112,7 +112,7 @@ _unwritable: set[Path] = set()
 def lock_soon(file: IO) -> None:
     """Lock the open file exclusively, or go on without the lock after LOCK_SECONDS.
 
-    An entry is a single write, so even without the lock entries hardly ever mix.
+    That is safe enough, because an entry is a single write.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     while not try_lock(file) and time.monotonic() < deadline:

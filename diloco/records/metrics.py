@@ -23,10 +23,7 @@ log = logging.getLogger(__name__)
 
 
 LOST = "lost"
-"""Name of the event with which this island records that it has lost another one.
-
-Its text is the other island's name, a colon, and the cause.
-"""
+"""Event that this island has lost another one. Its text: that one's name, a colon, the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +38,7 @@ class StepRecord:
     seconds: float
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs utilisation: the model's FLOPs as a share of the ranks' peak.
-
-    The logbook names that peak.
-    """
+    """Model FLOPs utilisation: the share of the ranks' peak, which the logbook names."""
     skipped: bool = False
     data_seconds: float | None = None
     """Seconds for which the leader waited for the step's text; not part of `seconds`."""
@@ -87,10 +81,7 @@ class RoundRecord:
     tokens: int = 0
     """Number of tokens in this island's contribution, which is its weight in the mean."""
     stalled_seconds: float = 0.0
-    """Seconds for which all attempts at the round stalled the training.
-
-    The rest ran in the background.
-    """
+    """Seconds for which all attempts at the round stalled the training."""
     gated: dict[str, int] = field(default_factory=dict)
     """Number of parts, by island, that this island's leader, their reducer, left out."""
     base: str = ""
@@ -106,15 +97,11 @@ class RoundRecord:
     audited: int = 0
     """Number of parts that others reduced and this island recomputed."""
     planner: str = ""
-    """The planner of the attempt: the coordinator among more than four islands. Empty with gossip.
-    """
+    """The planner of the attempt: the coordinator among more than four islands; "" with gossip."""
     mean_norm: float | None = None
     """L2 norm of the mean pseudo-gradient; None if the attempt has none."""
     mean_cosine: float | None = None
-    """Cosine of the angle between this island's pseudo-gradient and the mean.
-
-    None if one is missing.
-    """
+    """Cosine of the angle between this island's pseudo-gradient and the mean, if both exist."""
     signers: int = 0
     """Number of islands that signed the committed state, by this island's certificate."""
     ranks: list[list[float]] = field(default_factory=list)

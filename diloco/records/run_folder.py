@@ -25,8 +25,7 @@ from inner.foreign.text import MAX_JSON_BYTES
 
 METRICS = "metrics.jsonl"
 PRESENCE = "presence.jsonl"
-"""A file in the folder of an island watched over the network: when it answered and when it did not.
-"""
+"""A file in the folder of an island watched over the network: when it answered."""
 FACTS = "run.json"
 CONFIG = "config.yaml"
 BASELINE = "baseline"

@@ -20,8 +20,7 @@ from diloco.report.timeline import draw_timeline
 
 MAX_POINTS = 2000
 MAX_NAMED_ISLANDS = 12
-"""Most islands that a legend names. With more, their lines look alike and the legend sums them up.
-"""
+"""Most islands that a legend names. With more, their lines look alike."""
 FAINT_LINE = {"color": ISLAND_COLORS[0], "linewidth": 0.8, "alpha": 0.3}
 
 

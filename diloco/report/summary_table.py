@@ -57,8 +57,8 @@ def describe_unread(summary: Summary) -> str:
         return ""
     names = ", ".join(unread[:8]) + (", ..." if len(unread) > 8 else "")
     return (
-        f"Not in this report: {names}. Their records are in the run's folder on their own machines; to have all in one "
-        "report, give those folders, too: diloco report RUN_DIR RUN_DIR ..."
+        f"Not in this report: {names}. Their records are in the run's folder on their own "
+        "machines; to include them, give these folders, too: diloco report RUN_DIR RUN_DIR ..."
     )
 
 

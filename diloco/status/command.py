@@ -41,7 +41,8 @@ def find_status(target: str, overrides: Sequence[str], run_name: str | None) -> 
         raise ConfigError(f"got {given}, which is for an address; {target!r} is the folder of one run: leave it out")
     if not Path(target).is_dir():
         raise ConfigError(
-            f"got {target!r}, which is no folder of a run (runs/quickstart) and no address that `diloco bootstrap` "
-            "prints (tcp://HOST:PORT or /ip4/HOST/tcp/PORT/p2p/ID)"
+            f"got {target!r}, which is neither the folder of a run (runs/quickstart) nor an "
+            "address that `diloco bootstrap` prints (tcp://HOST:PORT or "
+            "/ip4/HOST/tcp/PORT/p2p/ID)"
         )
     return [read_folder(Path(target))]

@@ -112,7 +112,7 @@ class OrderServer:
         if abs(now_ms - text.time) > FRESH_MS:
             raise MessageError(f"the order's time differs by {abs(now_ms - text.time) // 1000} s from this clock's")
         if text.time <= self._newest.get(order.operator, 0):
-            raise MessageError("the order is no newer than one that has been carried out")
+            raise MessageError("the order is not newer than the last one that was carried out")
         return text
 
 

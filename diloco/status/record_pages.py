@@ -24,8 +24,7 @@ PAGE_BYTES = 1 << 18
 MAX_OFFSET = 1 << 50
 HEAD_BYTES = 1 << 12
 RECENT_SECONDS = 3.0
-"""A watcher that has asked within this time may still want the last records when the island ends.
-"""
+"""A watcher that has asked within this time may still want the last records."""
 LINGER_SECONDS = 2.0
 """Longest time that an ending island waits for such a watcher."""
 POLL_SECONDS = 0.05

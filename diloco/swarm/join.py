@@ -70,8 +70,9 @@ def check_folder(island_dir: Path, config: Config) -> None:
         return
     differences = "\n".join(f"  {line}" for line in differing_keys(earlier, config.run))
     raise ConfigError(
-        f"island.run_dir: {str(island_dir)!r} belongs to another run of the name {config.name!r}:\n"
-        f"{differences}\nmove the folder away, or choose another island.run_dir or island.name"
+        f"island.run_dir: {str(island_dir)!r} belongs to another run named "
+        f"{config.name!r}:\n{differences}\nmove the folder away, or choose another island.run_dir "
+        "or island.name"
     )
 
 

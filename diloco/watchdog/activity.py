@@ -22,8 +22,7 @@ class Work:
     kind: str
     limit_seconds: float | None
     has_beats: bool = False
-    """Whether the limit is for the time without a sign of life (`beat`), not for all of the work.
-    """
+    """Whether the limit is for the time without a sign of life (`beat`), not for all work."""
 
 
 class ActivityMonitor:

@@ -39,8 +39,7 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 20.0
 """How long ranks wait for one another's states, and then for the report of the verdict."""
 WRITE_SECONDS = 5.0
-"""How long the rank that reports the verdict waits until the others have written it to their files.
-"""
+"""How long the rank that reports the verdict waits for the others to write it."""
 END_SECONDS = 2 * ANSWER_SECONDS + 5.0
 """Longest time from the alarm to the end of the process, even if no other rank answers."""
 

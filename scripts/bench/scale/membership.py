@@ -50,9 +50,7 @@ class Seat:
 def main() -> None:
     options = parse_arguments()
     print(f"rounds of {options.round_seconds:g} s, means of {options.rounds}")
-    print(
-        "| islands | kB to an island in a round | MB from the rendezvous in a round | CPU s in a round, all together |"
-    )
+    print("| islands | kB to an island per round | MB from the rendezvous per round | CPU s per round, all together |")
     print("|---|---|---|---|")
     for num_islands in options.islands:
         received, cpu = asyncio.run(measure(num_islands, options.rounds, options.round_seconds))

@@ -22,7 +22,7 @@ CONTROL = ("ready", "plannotice", "plan", "vote", "votelist", "votereceipt", "se
 COLUMNS = (
     "| islands | utilisation | commit: median, p90, max "
     "| ready, notice, plan, vote, list, receipt, settled, status | all small "
-    "| payloads | MB sent | small MB of one, most | link in use | CPU a round: island, most | first bottleneck |"
+    "| payloads | MB sent | small MB of one, most | link in use | CPU per round: island, most | first bottleneck |"
 )
 
 
@@ -95,11 +95,11 @@ def plot(found: list[Results], path: Path) -> None:
 
     sizes = [results.num_islands for results in found]
     curves = {
-        "small messages of an island in a round": [
+        "small messages of an island per round": [
             sum(number for kind, number in results.messages.items() if kind != "payload") for results in found
         ],
         "seconds to commit, median": [quantile(results.commit_seconds, 0.5) for results in found],
-        "CPU seconds of an island in a round": [results.cpu_seconds for results in found],
+        "CPU seconds of an island per round": [results.cpu_seconds for results in found],
     }
     figure, axes = pyplot.subplots(1, len(curves), figsize=(12, 3.4))
     for axis, (title, values) in zip(axes, curves.items(), strict=True):

@@ -48,10 +48,7 @@ BLOCKING_SHARE = 0.3
 SEGMENT_BYTES, HEADER_BYTES = 1448, 66
 """Bytes of TCP payload in a frame, and of the headers of Ethernet, IP and TCP with time stamps."""
 PREAMBLE_BYTES = 48
-"""Bytes of gloo's small messages.
-
-A payload needs one message in each direction and one more in front of it.
-"""
+"""Bytes of gloo's small messages. A payload needs one in each direction and one in front."""
 ACK_BYTES = 65536
 """Bytes received per pure acknowledgement: what the kernel delivers at once of a stream."""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
@@ -68,10 +65,7 @@ class ComparisonRow:
     run: PlannedRun
     utilisation: float
     round_seconds: float
-    """Seconds from launch to the end of the round.
-
-    With a delay, to the end of the reduce, without vote and outer step.
-    """
+    """Seconds from launch to the end of the round; with a delay, to the end of the reduce."""
     copy_seconds: float
     """Seconds of snapshot and merge."""
     cpu_seconds: float

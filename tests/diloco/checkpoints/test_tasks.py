@@ -104,5 +104,5 @@ def test_an_unknown_task_is_one_clear_error(tmp_path: Path):
     pytest.importorskip("lm_eval")
     folder = write_folder(tmp_path / "export", spread_model())
     done = run(tmp_path, str(folder), "--tasks", "no_such_task")
-    assert done.returncode == 2 and "no_such_task is no task of lm-eval" in done.stderr
+    assert done.returncode == 2 and "lm-eval has no task no_such_task" in done.stderr
     assert "Traceback" not in done.stderr
