@@ -47,8 +47,8 @@ class ChunkedCrossEntropy:
     def __init__(
         self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0, *, compiled: bool = False
     ) -> None:
-        """`compiled`: whether torch.compile fuses the computation of a chunk. Not allowed together
-        with `shard`."""
+        """Set the chunk size and options. `compiled`: whether torch.compile fuses the computation
+        of a chunk. Not allowed together with `shard`."""
         assert not (compiled and shard), "the sums over ranks would break the compiled graph"
         self.chunk_tokens = chunk_tokens
         self.shard = shard

@@ -34,8 +34,8 @@ class OneStage:
         reduces_each: bool,
         loss: Loss = whole_loss,
     ) -> None:
-        """`reduces_each`: whether every micro-batch reduces its gradients over the shards, and not
-        only the last."""
+        """Set the model and options. `reduces_each`: whether every micro-batch, and not only the
+        last, reduces its gradients over the shards."""
         self._model = model
         self._device = device
         self._copies = copies

@@ -101,7 +101,7 @@ def test_stages_begin_with_whole_cycles() -> None:
         ([{"weights": {"c": 1}}], {}, "got c; the run has a, b"),
         ([{"weights": {"a": -1}}], {}, "a weight is 0 or more"),
         ([{"weights": {"a": 0, "b": 0}}], {}, "leave no source to read"),
-        ([{"seq_len": 24}], {}, "no whole number of sequences of 24"),
+        ([{"seq_len": 24}], {}, "not a whole number of sequences of 24"),
         ([{"tokens": 1, "seq_len": 8}, {"seq_len": 12, "tokens_per_step": 48}], {}, "does not divide the longest"),
         ([{"tokens": 10**6}, {}], {}, "raise outer.rounds"),
         ([{"seq_len": 64}], {"data": IN_SHARDS}, "which is not a multiple of 64, the longest.*such as 64 or 128"),

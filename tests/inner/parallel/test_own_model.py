@@ -35,7 +35,7 @@ def check(model: OwnModel, degrees: Degrees = ONE, parallel: ParallelConfig | No
         ("NoBlocks", {}, "has no blocks in `layers`"),
         ("AnyAxis", {}, r"axes is \('dp_shard', 'tp'\); allowed: dp_replicate and dp_shard"),
         ("HiddenOnly", {}, r"maps tokens \(2, 16\) to \(2, 16, 32\); need logits \(2, 16, 61\)"),
-        ("Unused", {}, "has spare, which has no gradient"),
+        ("Unused", {}, "has spare, which gets no gradient"),
         ("EmptyBuffer", {}, r"buffers and no method fill_buffers\(\)"),
         ("Fails", {}, r"failed on tokens of shape \(2, 16\): RuntimeError"),
     ],
