@@ -98,7 +98,7 @@ def part_of(raw: bytes, num_elements: int, round_number: int, pushes: int = 0) -
     """Parse params followed by momentum from raw fp32. Raises MessageError if a value is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
-        raise MessageError("a part's state with non-finite values")
+        raise MessageError("a part's state contains non-finite values")
     return PartState(values[:num_elements], values[num_elements:], round_number, pushes)
 
 

@@ -51,7 +51,7 @@ def tell_nobody(is_coming: bool) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause why a try failed. `is_wrong`: a state arrived that is not the one that the
+    """The reason why a try failed. `is_wrong`: a state arrived that is not the one that the
     donors describe."""
 
     cause: str
@@ -63,7 +63,7 @@ class NothingTaken:
     """No island that is ahead provides its state any more, so this island's own state survives."""
 
     causes: Sequence[str]
-    """Causes why the tries failed; empty if the donors were gone before the first try."""
+    """Reasons why the tries failed; empty if the donors were gone before the first try."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class DonorClient:
         """Stop asking the donor for SUSPENDED_SECONDS. While it is suspended, further errors are
         ignored."""
         if self.is_usable:
-            log.warning("requesting no state from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
+            log.warning("no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
             self.suspended_until, self.cause = loop_time() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
