@@ -38,7 +38,7 @@ def list_some(causes: Collection[str]) -> str:
 
 
 class InputError(ValueError):
-    """The user's config or address cannot be used. The text says what, where, got, allowed and the cure."""
+    """The user's config or address cannot be used. The text states what, where, got, allowed and the cure."""
 
 
 class UnreachableError(InputError):

@@ -20,7 +20,7 @@ class Waiting:
     seconds: float
     """The time in seconds for which it has waited."""
     islands: Mapping[str, str]
-    """Causes why the round waits for these islands or continues without them, by island."""
+    """Reasons why the round waits for these islands or continues without them, by island."""
     cause: str = ""
     """Another cause that stops the round from continuing, such as too few islands."""
 

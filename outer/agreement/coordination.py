@@ -1,5 +1,5 @@
-"""Which island collects the ready messages of a round, and how its plan reaches all participants
-without every island writing to every other one.
+"""Coordination: one island collects the ready messages of a round, and its plan reaches all
+participants without every island writing to every other one.
 
 After a commit its participants (the crew) know that all of them hold the same state. In the next
 round they send their ready messages to one of them, the coordinator: the fastest, by the speeds in

@@ -8,7 +8,7 @@ Among many participants the planner forwards the votes, so that each of them sen
     Settled     planner -> all: all have acknowledged the list. They commit, and report it in their receipts
                 The planner commits after the first of them: if it freezes, the others can commit without it.
 
-Few participants, and any that cannot rely on the planner (it is lost or slow, or somebody has voted no), send their
+Few participants, and any that cannot rely on the planner (it is lost or slow, or one has voted no), send their
 vote to each of the others, which acknowledge it. An island commits when it has the votes of all, and all have its own.
 """
 

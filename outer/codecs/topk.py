@@ -18,7 +18,7 @@ class TopkCodec:
     """Keeps the `top_k` largest magnitudes of each chunk of `chunk_elements`; the rest is 0. Of
     equal ones the first are kept.
 
-    The chunks are those of SparseLoCo (2508.15706). A shorter last chunk sends as many elements, or all it has.
+    The chunks are like SparseLoCo's (2508.15706). A shorter last chunk sends `top_k` elements, too, or all it has.
     packing/topk_values.py describes the precision and size of the values; with 32 bits and top_k = chunk_elements the
     codec is lossless. Payload: the values, then their indices within the chunks, ascending, at log2(chunk_elements)
     bits each.

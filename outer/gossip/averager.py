@@ -244,7 +244,7 @@ class GossipAverager:
 
     @property
     def _leader(self) -> Partners:
-        assert self.partners is not None, "only the leader speaks for the island"
+        assert self.partners is not None, "only the leader sends messages for the island"
         return self.partners
 
 

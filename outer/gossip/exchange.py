@@ -86,5 +86,5 @@ class GossipExchange:
 
     @property
     def _leader(self) -> Partners:
-        assert self._partners is not None, "only the leader speaks for the island"
+        assert self._partners is not None, "only the leader sends messages for the island"
         return self._partners

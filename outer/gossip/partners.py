@@ -36,7 +36,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Met:
-    """The partners that are present in a round, and the causes why the others are not."""
+    """The partners that are present in a round, and the reasons why the others are not."""
 
     routes: dict[str, Route] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)

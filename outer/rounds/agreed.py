@@ -213,7 +213,7 @@ class AgreedAverager:
 
     @property
     def _leader(self) -> Leader:
-        assert self.runner.leader is not None, "only the leader speaks for the island"
+        assert self.runner.leader is not None, "only the leader sends messages for the island"
         return self.runner.leader
 
 

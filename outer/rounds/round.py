@@ -261,5 +261,5 @@ class RoundRunner:
 
     @property
     def _leader(self) -> Leader:
-        assert self.leader is not None, "only the leader speaks for the island"
+        assert self.leader is not None, "only the leader sends messages for the island"
         return self.leader

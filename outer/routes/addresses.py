@@ -21,12 +21,12 @@ _ROUTE = re.compile(r"([A-Za-z0-9.:\[\]-]{1,253}):([0-9]{1,5})(?:/([0-9]{1,4})/(
 _ADDRESS = re.compile(rf"{SCHEME}({PUBLIC_KEY})@(.+)")
 
 Door = Literal["calls", "payloads"]
-"""What a rank accepts connections for."""
+"""Purpose of the connections that a rank accepts."""
 
 
 @dataclass(frozen=True)
 class Behind:
-    """Whom a relay connects to: a rank of the island, and what for."""
+    """The rank to which a relay connects, and the purpose of the connection."""
 
     rank: int
     door: Door
@@ -34,7 +34,8 @@ class Behind:
 
 @dataclass(frozen=True)
 class Route:
-    """Where to connect. With `behind` a relay listens there, otherwise the rank itself."""
+    """A host and port to connect to. With `behind` a relay listens there, otherwise the rank
+    itself."""
 
     host: str
     port: int
@@ -51,10 +52,10 @@ class Route:
 
 @dataclass(frozen=True)
 class IslandAddress:
-    """The routes to one rank for calls or for payloads, those to be tried first at the beginning."""
+    """The routes to one rank for calls or for payloads, in the order in which to try them."""
 
     key: str
-    """Public key of the island: whoever answers must prove it."""
+    """Public key of the island, which the answering side must prove."""
     routes: tuple[Route, ...]
 
     def __str__(self) -> str:
@@ -80,7 +81,8 @@ def parse_route(text: str) -> Route:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address, which only this machine reaches."""
+    """Return whether the host is a loopback address, which can be reached only from this
+    machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -88,13 +90,14 @@ def is_loopback(host: str) -> bool:
 
 
 def find_key(address: str) -> str:
-    """The island key that an address names, or "" if it names none, as that of a rendezvous."""
+    """Return the island key in an address, or "" if it has none, like the address of a
+    rendezvous."""
     found = _ADDRESS.fullmatch(address)
     return found[1] if found else ""
 
 
 def parse_relays(texts: Sequence[str]) -> tuple[Route, ...]:
-    """The relays of `island.relays`. Raises InputError."""
+    """Parse the relays in `island.relays`. Raises InputError."""
     relays = []
     for text in texts:
         try:

@@ -1,4 +1,5 @@
-"""Connects to islands by the routes in their addresses: directly where that works, otherwise through a relay."""
+"""Connections to islands by the routes in their addresses: directly if possible, otherwise
+through a relay."""
 
 import asyncio
 import socket
@@ -14,23 +15,26 @@ from outer.routes.proxy import Proxy
 from outer.routes.sockets import connect_to
 
 ROUTE_SECONDS = 5.0
-"""Longest time to connect by one route."""
+"""Longest time to connect through one route."""
 STAGGER_SECONDS = 0.5
-"""The next route is tried beside the first after so long, and at once if the first fails (RFC 8305)."""
+"""The next route is tried in parallel after this time, or at once if the first one fails (RFC
+8305)."""
 AVOID_SECONDS = 30.0
-"""A route that has failed is tried after the others for so long."""
+"""For this time, a route that has failed is tried after the other routes."""
 MAX_REMEMBERED = 1024
-"""Limit of the routes and addresses that are remembered. Peers name them."""
+"""Limit for the routes and addresses that are remembered, because peers can name any number of
+them."""
 
 
 class Dialer:
-    """Opens connections to other islands. `proxy`: through it this island leaves its own network, if it must."""
+    """Opens connections to other islands. `proxy`: the proxy through which this island connects,
+    if there is one."""
 
     def __init__(self, proxy: Proxy | None = None) -> None:
         self._proxy = proxy
         self._failed_at: dict[Route, float] = {}
         self._used: dict[str, Route] = {}
-        """By which route each address was last reached."""
+        """The route by which each address was last reached."""
 
     async def open_streams(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to an island's address for calls, or to a plain `host:port`. Raises PeerLost."""
@@ -44,9 +48,10 @@ class Dialer:
             raise PeerLost(address[:80], f"it cannot be reached: {first_line(error)}") from None
 
     async def dial(self, address: IslandAddress) -> socket.socket:
-        """The first connection that one of the routes gives. TLS must prove whose it is.
+        """Return the first connection that succeeds over one of the routes. TLS must still prove
+        the other side's key.
 
-        Raises ConnectionError, which names every route and why it failed.
+        Raises ConnectionError, which names every route and its failure.
         """
         waiting, causes = deque(self._order(address.routes)), list[str]()
         racing: dict[asyncio.Task[socket.socket], Route] = {}
@@ -71,7 +76,8 @@ class Dialer:
                 task.add_done_callback(_close_unwanted)
 
     def blame(self, address: str) -> None:
-        """Whoever was reached at this address was not the island, or did not answer: try its other routes first."""
+        """Note that the endpoint reached at this address was not the island, or did not answer:
+        try its other routes first."""
         if (route := self._used.pop(address, None)) is not None:
             self._note_failure(route)
 
@@ -96,7 +102,8 @@ class Dialer:
         return connection
 
     async def connect(self, route: Route) -> socket.socket:
-        """Connect to what listens at the route's host and port, through the proxy if there is one. Raises OSError."""
+        """Connect to the route's host and port, through the proxy if there is one. Raises
+        OSError."""
         host, port = route.place
         if self._proxy is None:
             return await connect_to(host, port)
@@ -109,7 +116,7 @@ class Dialer:
         return connection
 
     def _order(self, routes: Sequence[Route]) -> list[Route]:
-        """The routes as the address lists them, but those that have failed a short time ago come last."""
+        """Return the routes in the order of the address, but with recently failed routes last."""
         since = loop_time() - AVOID_SECONDS
         return sorted(routes, key=lambda route: self._failed_at.get(route, since) > since)
 
@@ -129,6 +136,6 @@ def _trim(remembered: dict[Any, Any]) -> None:
 
 
 def _close_unwanted(task: "asyncio.Task[socket.socket]") -> None:
-    """Close the connection of a route that came second."""
+    """Close the connection of a route that was slower than another one."""
     if not task.cancelled() and task.exception() is None:
         task.result().close()

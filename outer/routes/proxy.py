@@ -1,4 +1,5 @@
-"""Asks a proxy for a connection, where a cluster lets nothing else out: HTTP CONNECT, or SOCKS 5 (RFC 1928, 1929)."""
+"""Connections through a proxy, for a cluster that allows no other outgoing ones: HTTP CONNECT,
+or SOCKS 5 (RFC 1928, 1929)."""
 
 import asyncio
 import base64
@@ -14,13 +15,13 @@ from outer.routes.sockets import read_exactly
 MAX_ANSWER_BYTES = 1 << 14
 SOCKS_ERRORS = {
     1: "it failed", 2: "its rules forbid it", 3: "no route to that network", 4: "no route to that host",
-    5: "that host refuses", 6: "it took too long", 7: "it knows no CONNECT", 8: "it knows no such address",
+    5: "that host refuses", 6: "it took too long", 7: "it knows no CONNECT", 8: "it does not know this address",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy, and the user's name and password there, which may be empty."""
+    """A proxy, with a user name and a password, which may be empty."""
 
     kind: Literal["http", "socks5"]
     host: str
@@ -29,7 +30,8 @@ class Proxy:
     password: str = ""
 
     async def ask(self, connection: socket.socket, host: str, port: int) -> None:
-        """Let the proxy connect to a host and port. `connection` leads to the proxy. Raises ConnectionError."""
+        """Request that the proxy connects to a host and port. `connection` leads to the proxy.
+        Raises ConnectionError."""
         try:
             await (self._ask_http if self.kind == "http" else self._ask_socks)(connection, host, port)
         except ConnectionError as error:
@@ -54,12 +56,12 @@ class Proxy:
     async def _ask_socks(self, connection: socket.socket, host: str, port: int) -> None:
         await _send(connection, b"\x05\x01\x02" if self.user else b"\x05\x01\x00")
         if await read_exactly(connection, 2) != (b"\x05\x02" if self.user else b"\x05\x00"):
-            raise ConnectionRefusedError("it is no SOCKS 5 proxy, or asks for a name and password that are not given")
+            raise ConnectionRefusedError("it is not a SOCKS 5 proxy, or it requires a user name and password")
         if self.user:
             await _send(connection, b"\x01" + _counted(self.user) + _counted(self.password))
             if (await read_exactly(connection, 2))[1]:
                 raise ConnectionRefusedError("it does not accept the name and password")
-        # The proxy looks up the name, which this machine may not be able to.
+        # The proxy resolves the host name, which this machine may not be able to resolve.
         await _send(connection, b"\x05\x01\x00\x03" + _counted(host) + port.to_bytes(2))
         version, status, _, kind = await read_exactly(connection, 4)
         if version != 5 or status:
@@ -89,7 +91,7 @@ def parse_proxy(text: str | None) -> Proxy | None:
 
 
 def _hidden(text: str) -> str:
-    """The text without what may be a password."""
+    """Return the text without the part that may be a password."""
     return text.rpartition("@")[2]
 
 

@@ -1,4 +1,5 @@
-"""Keeps one rank registered at the relays of its island, and takes the connections that they have for it."""
+"""Keeps one rank registered at the relays of its island, and accepts the connections that they
+announce."""
 
 import asyncio
 import logging
@@ -20,12 +21,15 @@ from outer.routes.wire import Answer, Challenge, Incoming, Joined, Ping, Pong, P
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between two tries to register at a relay that does not answer."""
+"""Shortest and longest pause in seconds between two tries to register at a relay that does not
+answer."""
 MAX_ANSWERS = 64
-"""Limit of dialers that one relay announces and that are being taken at the same time."""
+"""Limit for the dialers that one relay has announced and that are being connected at the same
+time."""
 
 Accept = Callable[[socket.socket], None]
-"""Takes a connection whose other end is a dialer that has proved nothing yet."""
+"""Function that takes a connection whose other end is a dialer that has not proved its identity
+yet."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Registration:
     """Keeps a rank registered at one relay until `close`."""
 
     def __init__(self, relay: Route, own: Registrant, changed: ChangeSignal) -> None:
-        """`changed` is notified when `is_up` or `cause` has changed."""
+        """Begin to register. `changed` is notified when `is_up` or `cause` has changed."""
         self.relay, self._own, self._changed = relay, own, changed
         self.is_up, self.cause = False, ""
         self._answers = Tasks()
@@ -55,7 +59,7 @@ class Registration:
         await self._answers.end()
 
     async def _keep(self) -> None:
-        """Register, again and again after each loss."""
+        """Register, and register again after each loss."""
         num_failures = 0
         while True:
             try:
@@ -63,14 +67,15 @@ class Registration:
             except (OSError, TransportError) as error:
                 cause = "it does not answer" if isinstance(error, TimeoutError) else first_line(error)
                 if self.is_up or cause != self.cause:
-                    log.warning("the relay %s: %s; this island registers there again when it can", self.relay, cause)
+                    log.warning("the relay %s: %s; this island will register there again", self.relay, cause)
                 num_failures = 1 if self.is_up else num_failures + 1
                 self.is_up, self.cause = False, cause
                 self._changed.notify()
             await asyncio.sleep(backoff(num_failures, first_seconds=FIRST_PAUSE, max_seconds=LONGEST_PAUSE))
 
     async def _register(self) -> None:
-        """Register and stay registered. Raises OSError and TransportError when that ends."""
+        """Register and stay registered. Raises OSError and TransportError when the registration
+        ends."""
         async with asyncio.timeout(wire.OPENING_SECONDS):
             connection = await self._own.dialer.connect(self.relay)
         pinging = asyncio.create_task(_ping(connection))
@@ -94,7 +99,7 @@ class Registration:
         await wire.receive(connection, Registered)
 
     async def _listen(self, connection: socket.socket) -> None:
-        """Take the dialers that the relay announces."""
+        """Connect to the dialers that the relay announces."""
         while True:
             async with asyncio.timeout(wire.SILENT_SECONDS):
                 word = await wire.receive(connection, Pong, Incoming)
@@ -113,7 +118,7 @@ class Registration:
                     connection.close()
                     raise
         except (OSError, TransportError) as error:
-            log.debug("a dialer at the relay %s was not taken: %s", self.relay, error)
+            log.debug("no connection to a dialer at the relay %s: %s", self.relay, error)
             return
         self._own.accept[incoming.door](connection)
 
@@ -126,7 +131,8 @@ class Registrations:
         self._all = [Registration(relay, own, self._changed) for relay in relays]
 
     async def wait_for_one(self, seconds: float) -> None:
-        """Wait until a relay has taken this rank. Raises UnreachableError if none does in time."""
+        """Wait until a relay has registered this rank. Raises UnreachableError if none does in
+        time."""
         if not await self._changed.wait_until(lambda: any(each.is_up for each in self._all), seconds):
             causes = "; ".join(f"{each.relay}: {each.cause or 'no answer'}" for each in self._all)
             raise UnreachableError(
@@ -139,7 +145,7 @@ class Registrations:
 
 
 async def _ping(connection: socket.socket) -> None:
-    with suppress(OSError):  # whoever reads the connection finds out, too
+    with suppress(OSError):  # the reader of the connection gets the error, too
         while True:
             await asyncio.sleep(wire.PING_SECONDS)
             await wire.send(connection, Ping())

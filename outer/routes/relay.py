@@ -1,7 +1,9 @@
-"""The relay (`diloco relay`): forwards connections to islands that nobody can reach, and sees no more than their bytes.
+"""The relay (`diloco relay`): forwards connections to islands that cannot be reached directly. It
+sees only encrypted bytes.
 
-A rank keeps a connection to the relay, proved with its island's key. Whoever wants it asks the relay, which asks the
-rank, which connects to the relay anew; the relay joins the two connections. TLS runs between their ends.
+A rank keeps a connection to the relay, proved with its island's key. A dialer asks the relay for
+the rank. The relay notifies the rank, the rank opens another connection to the relay, and the relay
+joins the two connections. TLS runs between their ends.
 """
 
 import asyncio
@@ -38,14 +40,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """What a relay does at most."""
+    """Limits for the work of a relay."""
 
     connections: int = 4096
-    """Of all islands. A dialer and its island count as one, and so does a registration."""
+    """Limit for connections of all islands. A dialer and its island count as one, and so does a
+    registration."""
     connections_of_island: int = 512
-    """Registrations of its ranks, and connections that are forwarded to it or wait for it."""
+    """Limit per island for registrations of its ranks and for connections that are forwarded to
+    it or wait for it."""
     bytes_per_second: float | None = None
-    """Forwarded to and from one island. None: no limit."""
+    """Limit for the bytes forwarded to and from one island. None: no limit."""
 
 
 class _Rank:
@@ -54,7 +58,7 @@ class _Rank:
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._writing = connection, asyncio.Lock()
         self.asked: set[asyncio.Future[socket.socket]] = set()
-        """What dialers wait for."""
+        """Futures of the connections for which dialers wait."""
 
     async def send(self, message: Incoming | Pong | Registered) -> None:
         async with self._writing:
@@ -65,32 +69,33 @@ class _Rank:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def refuse_all(self) -> None:
-        """Tell those who wait for this rank that it is gone."""
+        """Refuse the dialers that wait for this rank, because it is gone."""
         for answer in self.asked:
             if not answer.done():
-                answer.set_exception(RefusedError("absent", "the island has just gone"))
+                answer.set_exception(RefusedError("absent", "the island has just disconnected"))
 
 
 @dataclass
 class _Island:
-    """An island's share of the relay."""
+    """An island's share of the relay's connections and bytes."""
 
     meter: Meter
     num_connections: int = 0
 
 
 class Relay:
-    """Accepts islands and those who dial them. Its memory and its waits are bounded, whatever they send."""
+    """Accepts islands and dialers. Its memory and its waits are limited, whatever they send."""
 
     def __init__(
         self, limits: RelayLimits = RelayLimits(), run_key: RunKey | None = None, allow: Collection[str] = ()
     ) -> None:
-        """With `run_key` only islands that hold it may register; with `allow` only those with these public keys."""
+        """Create a relay. With `run_key` only islands that hold it may register; with `allow`
+        only islands with these public keys."""
         self._limits, self._run_key, self._allow = limits, run_key, allow
         self.rejections = Rejections()
         self._ranks: dict[tuple[str, int], _Rank] = {}
         self._pending: dict[str, asyncio.Future[socket.socket]] = {}
-        """Who waits for the answer with a token."""
+        """Futures of the dialers that wait for the answer with a token."""
         self._islands: dict[str, _Island] = {}  # by key, as long as they have connections
         self._guests = Guests()
         self._listener = Listener(self._serve)
@@ -105,7 +110,8 @@ class Relay:
         await self._listener.close()
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
-        """Do what one connection asks for. Only an answer's connection is kept, by whoever waits for it."""
+        """Serve one connection by its first message. Only the connection of an answer stays
+        open, for its waiting dialer."""
         is_kept = False
         guest = self._guests.enter(host, lambda: _Rank(connection).end())
         try:
@@ -123,7 +129,7 @@ class Relay:
         except MessageError as error:
             await self._refuse(connection, host, error)
         except TimeoutError:
-            self.rejections.add(host, "silent", "it said nothing in time")
+            self.rejections.add(host, "silent", "it sent nothing in time")
         except OSError as error:
             log.debug("a connection from %s ended: %s", host, error)
         finally:
@@ -132,7 +138,8 @@ class Relay:
                 connection.close()
 
     async def _check(self, connection: socket.socket, register: Register) -> None:
-        """Let an island prove its key. Raises MessageError if it does not, or may not register here."""
+        """Require that an island proves its key. Raises MessageError if it does not, or if it
+        may not register here."""
         if self._allow and register.key not in self._allow:
             raise RefusedError("peer", f"this relay is not for the island with the key {register.key}: see its --allow")
         challenge = Challenge(nonce=secrets.token_hex(16))
@@ -146,7 +153,8 @@ class Relay:
             raise RefusedError("key", "it does not hold the run key of this relay: compare the files of run keys")
 
     async def _keep(self, connection: socket.socket, register: Register) -> None:
-        """Keep a rank registered for as long as it pings. A newer registration of the rank replaces it."""
+        """Keep a rank registered while it sends pings. A newer registration of the rank replaces
+        this one."""
         rank, place = _Rank(connection), (register.key, register.rank)
         with self._count(register.key):
             if (old := self._ranks.get(place)) is not None:
@@ -163,10 +171,10 @@ class Relay:
                 rank.refuse_all()
                 if self._ranks.get(place) is rank:
                     del self._ranks[place]
-                    log.info("rank %d of the island %s... is gone", register.rank, register.key[:16])
+                    log.info("rank %d of the island %s... is no longer registered", register.rank, register.key[:16])
 
     async def _join(self, connection: socket.socket, dial: Dial) -> None:
-        """Connect a dialer to a registered rank, and forward what both send until they end."""
+        """Connect a dialer to a registered rank, and forward the bytes of both until they end."""
         rank = self._ranks.get((dial.key, dial.rank))
         if rank is None:
             raise RefusedError("absent", f"rank {dial.rank} of the island {dial.key[:16]}... is not registered here")
@@ -180,7 +188,8 @@ class Relay:
                 other.close()
 
     async def _call(self, rank: _Rank, dial: Dial) -> socket.socket:
-        """Ask a rank to connect here, and return its connection. Raises RefusedError if it does not in time."""
+        """Notify a rank of a dialer, and return the rank's connection. Raises RefusedError if
+        none arrives in time."""
         token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
         self._pending[token] = answer
         rank.asked.add(answer)
@@ -191,21 +200,22 @@ class Relay:
         except TimeoutError:
             raise RefusedError("absent", f"the island {dial.key[:16]}... did not answer in time") from None
         except OSError:
-            raise RefusedError("absent", f"the island {dial.key[:16]}... has just gone") from None
+            raise RefusedError("absent", f"the island {dial.key[:16]}... has just disconnected") from None
         finally:
             del self._pending[token]
             rank.asked.discard(answer)
 
     def _give(self, connection: socket.socket, answer: Answer) -> bool:
-        """Give a rank's connection to the dialer that waits for it. Raises RefusedError if none does."""
+        """Pass a rank's connection to the dialer that waits for it. Raises RefusedError if no
+        dialer waits."""
         waiting = self._pending.get(answer.token)
         if waiting is None or waiting.done():
-            raise RefusedError("token", "nobody waits for this answer")
+            raise RefusedError("token", "no dialer waits for this answer")
         waiting.set_result(connection)
         return True
 
     async def _refuse(self, connection: socket.socket, host: str, error: MessageError) -> None:
-        """Count what is refused, and say why."""
+        """Count a refused connection, and send the reason."""
         self.rejections.add_error(host, error)
         with suppress(OSError):
             async with asyncio.timeout(1):
@@ -213,12 +223,13 @@ class Relay:
 
     @contextmanager
     def _count(self, key: str) -> Iterator[Meter]:
-        """Count a connection of an island within the block. Raises RefusedError if there are too many."""
+        """Count a connection of an island within the block. Raises RefusedError if there are too
+        many."""
         total, limits = sum(island.num_connections for island in self._islands.values()), self._limits
         island = self._islands.get(key) or _Island(Meter(limits.bytes_per_second))
         if total >= limits.connections or island.num_connections >= limits.connections_of_island:
             text = f"{island.num_connections} connections of the island {key[:16]}..., {total} in all"
-            raise RefusedError("streams", f"this relay forwards no more: {text}")
+            raise RefusedError("streams", f"this relay forwards no more connections: {text}")
         self._islands[key] = island
         island.num_connections += 1
         try:

@@ -1,4 +1,5 @@
-"""TCP connections as asyncio's plain sockets: to open them, to accept them, and to read so many bytes and no more."""
+"""TCP connections as plain asyncio sockets: opening, accepting, and reading an exact number of
+bytes."""
 
 import asyncio
 import logging
@@ -12,18 +13,20 @@ from outer.network.event_loop import Tasks
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
-"""Routers forget connections that are silent, and neither end then hears of it. Seconds, and milliseconds at last."""
+"""Routers forget silent connections without notice to either end. The first three limits are in
+seconds and a count, the last is in milliseconds."""
 PAUSE_SECONDS = 1.0
 """Pause when no connection can be accepted, because too many files are open."""
 BACKLOG = 512
-"""Connections that wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 
 
 class Listener:
     """Accepts connections on a port, and serves each in a task of its own."""
 
     def __init__(self, serve: Callable[[socket.socket, str], Coroutine[Any, Any, None]]) -> None:
-        """`serve(connection, host of the other end)` closes the connection, or gives it to whoever does."""
+        """Create a listener. `serve(connection, host of the other end)` must close the
+        connection or pass it on."""
         self._serve, self._socket = serve, None
         self._tasks = Tasks()
 
@@ -37,11 +40,11 @@ class Listener:
         return self._socket.getsockname()[1]
 
     def serve(self, connection: socket.socket) -> None:
-        """Serve a connection that did not come by the port."""
+        """Serve a connection that was not accepted on this port."""
         self._tasks.start(self._serve(connection, find_host(connection)))
 
     async def close(self) -> None:
-        """Accept no more, and cancel whatever serves connections. Idempotent."""
+        """Stop accepting, and cancel the tasks that serve connections. Idempotent."""
         await self._tasks.end()
         if self._socket is not None:
             self._socket.close()
@@ -59,7 +62,7 @@ class Listener:
 
 
 async def connect_to(host: str, port: int) -> socket.socket:
-    """Connect to the first of a host's addresses that takes a connection. Raises OSError."""
+    """Connect to the first of a host's addresses that accepts a connection. Raises OSError."""
     loop, cause = asyncio.get_running_loop(), OSError("its host has no address")
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -81,7 +84,8 @@ async def connect_to(host: str, port: int) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> socket.socket:
-    """Let a connection end when its other end is gone, keep it in the memory of routers, and delay nothing."""
+    """Set options so that a connection ends when its other end is gone, routers keep it, and no
+    bytes are delayed."""
     connection.setblocking(False)
     with suppress(OSError):  # it may have ended already
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,7 +97,7 @@ def prepare(connection: socket.socket) -> socket.socket:
 
 
 def find_host(connection: socket.socket) -> str:
-    """The other end's host, or that of the relay or proxy before it."""
+    """Return the host of the other end, or of the relay or proxy in between."""
     try:
         return str(connection.getpeername()[0])
     except OSError:  # it has ended
@@ -101,7 +105,8 @@ def find_host(connection: socket.socket) -> str:
 
 
 async def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes, and no more. The caller bounds the time. Raises OSError if the connection ends before."""
+    """Read exactly `num_bytes` bytes. The caller limits the time. Raises OSError if the
+    connection ends before."""
     loop, found = asyncio.get_running_loop(), bytearray()
     while len(found) < num_bytes:
         piece = await loop.sock_recv(connection, num_bytes - len(found))

@@ -1,4 +1,5 @@
-"""Forwards the bytes between two connections, with a fixed buffer for each direction and a limit of their rate."""
+"""Forwards the bytes between two connections, with a fixed buffer per direction and a rate
+limit."""
 
 import asyncio
 import socket
@@ -7,24 +8,24 @@ from contextlib import suppress
 from outer.network.event_loop import loop_time
 
 BUFFER_BYTES = 1 << 16
-"""For each direction. What does not fit waits at the sender, as TCP has it."""
+"""Buffer size per direction. Bytes that do not fit wait at the sender, by TCP's flow control."""
 LINGER_SECONDS = 30.0
-"""When one end has said that it sends nothing more, the other one has this time to end, too."""
+"""After one end has closed its direction, the other end must close within this time."""
 BURST_SECONDS = 0.25
-"""A meter lets through so much at once, after a pause."""
+"""After a pause, a meter lets pass at once the bytes of this time."""
 
 
 class Meter:
-    """Limits the bytes per second of all that share it. None: no limit."""
+    """Limits the bytes per second of all connections that share it. None: no limit."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._bytes_per_second = bytes_per_second
         self.num_bytes = 0
-        """Bytes so far."""
+        """Number of bytes so far."""
         self._free_at = float("-inf")
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may pass."""
+        """Wait until `num_bytes` may pass."""
         self.num_bytes += num_bytes
         if self._bytes_per_second is None:
             return
@@ -48,7 +49,8 @@ async def splice(one: socket.socket, other: socket.socket, meter: Meter) -> None
 
 
 async def _forward(source: socket.socket, to: socket.socket, meter: Meter) -> None:
-    """Forward bytes one way until the source sends nothing more, and say so. Raises OSError."""
+    """Forward bytes in one direction until the source closes it, and then close it at the
+    target. Raises OSError."""
     loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(BUFFER_BYTES))
     while num_bytes := await loop.sock_recv_into(source, buffer):
         await meter.take(num_bytes)

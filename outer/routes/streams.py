@@ -1,4 +1,4 @@
-"""asyncio's streams on the connections for calls."""
+"""asyncio streams for the connections of a messenger's calls."""
 
 import asyncio
 import socket
@@ -14,13 +14,14 @@ async def listen(messenger: StreamMessenger, host: str, port: int, announce_host
 
 
 def find_port(messenger: StreamMessenger) -> int:
-    """The port on which a messenger listens."""
+    """Return the port on which a messenger listens."""
     assert messenger.server is not None, "`listen` comes first"
     return messenger.server.sockets[0].getsockname()[1]
 
 
 def serve_connection(messenger: StreamMessenger, connection: socket.socket) -> None:
-    """Serve a connection that was not accepted here, such as one from a relay. Called on the event loop."""
+    """Serve a connection that was not accepted here, such as one from a relay. Must be called on
+    the event loop."""
     protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), messenger.accept)
     serving = asyncio.create_task(asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection))
     serving.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,10 +1,10 @@
-"""What islands and relays say to each other before a relay forwards bytes: short messages, each checked on arrival.
+"""Messages between islands and relays before a relay forwards bytes. They are short, and each is checked on arrival.
 
 magic 4 | version 1 | kind 1 | length 2 | a Message as JSON
 
 to register, and then to be called          to reach a registered rank
 island -> relay   REGISTER key, rank        dialer -> relay   DIAL key, rank, door
-relay -> island   CHALLENGE nonce           relay -> dialer   JOINED, or REFUSED and why
+relay -> island   CHALLENGE nonce           relay -> dialer   JOINED, or REFUSED with the reason
 island -> relay   PROOF                     then the bytes of both ends, unchanged
 relay -> island   REGISTERED
 island -> relay   PING                      to take a dialer, on a new connection
@@ -30,15 +30,17 @@ MAGIC, VERSION = b"DLRY", 1
 MAX_BYTES = 1024
 _HEADER = struct.Struct("!4sBBH")
 PING_SECONDS, SILENT_SECONDS = 10.0, 30.0
-"""An island pings its relays this often. Either side gives up the other one after so long a silence."""
+"""Interval of an island's pings to its relays, and the silence after which either side closes
+the connection."""
 OPENING_SECONDS = 5.0
-"""Longest time for whoever connects to a relay to say what it wants, and to prove it."""
+"""Longest time in which a new connection to a relay must send its request and prove it."""
 ANSWER_SECONDS = 5.0
-"""Longest time for an island to connect to its relay when somebody dials it."""
+"""Longest time in which an island must connect to its relay when a dialer waits."""
 
 
 class Register(Message):
-    """I am a rank of the island with this key; tell me when somebody wants me."""
+    """Request of a rank of the island with this key to be registered, and to be notified of
+    dialers."""
 
     key: PublicKey
     rank: int = Field(ge=0, lt=MAX_RANKS)
@@ -51,7 +53,7 @@ class Challenge(Message):
 class Proof(Message):
     signature: Signature
     mac: str = Field(max_length=64, pattern=r"^([0-9a-f]{64})?$")
-    """Under the run key, or empty if there is none."""
+    """MAC under the run key, or empty if there is no run key."""
 
 
 class Registered(Message):
@@ -67,14 +69,15 @@ class Pong(Message):
 
 
 class Incoming(Message):
-    """Somebody wants this rank: answer with the token on a new connection."""
+    """Notice that a dialer waits for this rank. The rank must answer with the token on a new
+    connection."""
 
     token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$")
     door: Door
 
 
 class Dial(Message):
-    """Connect me to this rank of the island with this key."""
+    """Request to be connected to this rank of the island with this key."""
 
     key: PublicKey
     rank: int = Field(ge=0, lt=MAX_RANKS)
@@ -86,7 +89,7 @@ class Answer(Message):
 
 
 class Joined(Message):
-    """From here on the bytes are those of the other end."""
+    """Notice that all further bytes come from the other end."""
 
 
 class Refused(Message):
@@ -107,10 +110,10 @@ async def send(connection: socket.socket, message: Message) -> None:
 
 
 async def receive(connection: socket.socket, *expected: type[M]) -> M:
-    """Read one message, and not a byte more. The caller bounds the time.
+    """Read exactly one message. The caller limits the time.
 
-    Raises MessageError if it is malformed or none of those expected, ConnectionRefusedError with the other side's words
-    if it refuses, and OSError.
+    Raises MessageError if it is malformed or not of an expected type, ConnectionRefusedError with
+    the other side's text if it refuses, and OSError.
     """
     magic, version, kind, length = _HEADER.unpack(await read_exactly(connection, _HEADER.size))
     if magic != MAGIC:
@@ -129,14 +132,15 @@ async def receive(connection: socket.socket, *expected: type[M]) -> M:
 
 
 def proof_body(challenge: Challenge, register: Register) -> bytes:
-    """What an island signs to register."""
+    """Return the bytes that an island signs to register."""
     return challenge.encode() + register.encode()
 
 
 def registration_mac(run_key: RunKey | None, body: bytes) -> str:
-    """What shows that an island holds the run key, in hexadecimal digits, or "" if there is none."""
+    """Return the MAC that proves that an island holds the run key, in hexadecimal digits, or ""
+    without a run key."""
     return run_key.derive("relay", body).hex() if run_key is not None else ""
 
 
 REGISTRATION = "registration at a relay"
-"""Purpose of the signature."""
+"""Purpose of the signature of a registration."""

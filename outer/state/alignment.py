@@ -7,7 +7,7 @@ For each part, with pseudo-gradient D, momentum m, their cosine c, and u = D / |
     c < 0            D' = D - s c |D| v,  s = min(shrink (-c) trust, most)
     trust = |D| / (|D| + doubt |m|)
 
-The paper has a tensor for a part, and m as a running mean: that is 1 - momentum times the buffer of SGD.
+The paper uses tensors instead of parts, and for m a running mean, which is (1 - momentum) times the buffer of SGD.
 """
 
 import math
@@ -19,22 +19,25 @@ from outer.config import AlignConfig, OuterOptimizerConfig
 from outer.merges.geometry import inner_product, norm
 
 GRID_BITS = 12
-"""Bits that are kept of all numbers from sums over a part, whose last bits depend on the machine's way to sum."""
+"""Number of bits that are kept of all numbers from sums over a part. The last bits of such sums
+differ between machines."""
 GREATEST_RATIO = 1e30
-"""Beside a vector that is longer by more than this the other one has no direction in fp32."""
+"""If one vector is longer than the other by more than this factor, the shorter one has no usable
+direction in fp32."""
 
 
 class Blend(NamedTuple):
-    """D' = of_mean D + of_momentum m."""
+    """The result D' = of_mean D + of_momentum m."""
 
     of_mean: float = 1.0
     of_momentum: float = 0.0
 
     def apply(self, mean: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-        """D' of a part or of a stretch of it, fp32; `mean` itself where nothing changes."""
+        """Return D' of a part or of a stretch of it, fp32; `mean` itself where nothing changes."""
         if self == UNCHANGED:
             return mean
-        # Each product is rounded on its own: fused with the sum, the bits would depend on the machine.
+        # Each product is rounded separately. If it were fused with the sum, the bits would depend
+        # on the machine.
         return (mean * self.of_mean).add_(momentum * self.of_momentum)
 
 
@@ -42,10 +45,10 @@ UNCHANGED = Blend()
 
 
 def find_blend(mean: torch.Tensor, momentum: torch.Tensor, config: OuterOptimizerConfig) -> Blend:
-    """What the rule makes of a part's mean pseudo-gradient (1-D fp32), before it is stepped.
+    """Return how the rule changes a part's mean pseudo-gradient (1-D fp32) before the step.
 
-    The same on every machine. Without `align` in the config, and where one is nothing beside the other, the mean stays
-    as it is.
+    The result is the same on every machine. The mean stays unchanged without `align` in the config,
+    and if one vector is negligible beside the other.
     """
     if config.align is None:
         return UNCHANGED
@@ -59,7 +62,7 @@ def find_blend(mean: torch.Tensor, momentum: torch.Tensor, config: OuterOptimize
 
 
 def _blend(cosine: float, ratio: float, trust: float, align: AlignConfig) -> Blend:
-    """The rule's case for a cosine; `ratio` is |D| / |m|."""
+    """Apply the rule's case for a cosine. `ratio` is |D| / |m|."""
     if cosine >= align.keep:
         return UNCHANGED
     if cosine < 0:

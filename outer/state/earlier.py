@@ -11,8 +11,8 @@ class EarlierState:
     """One rank's parts of a state that was committed some rounds ago and saved since."""
 
     round: int
-    """Rounds committed then."""
+    """Number of rounds committed in that state."""
     digest: str
     """Digest of all parts. Islands that name the same digest hold the same params and outer momentum."""
     parts: Mapping[int, PartState]
-    """By part that this rank carries."""
+    """The states of the parts that this rank carries, by part."""

@@ -16,11 +16,13 @@ from outer.state.optimizer import OuterOptimizer
 from outer.state.part_state import GIVEN_BYTES, PartHeader, PartState, Position, advance, digest_after, raw_bytes
 
 LOG_BYTES_PER_PARAM = 8
-"""Limit for the committed means kept for joiners. Beyond the size of a state, downloading a part again is as cheap."""
+"""Limit in bytes per parameter for the committed means kept for joiners. Beyond the size of a
+state, downloading a part again is as cheap."""
 
 
 class GlobalState:
-    """Only `commit` and `replace` change it, under a lock, so that peers never read half of a step."""
+    """Global params and outer momentum of one rank's parts. Only `commit` and `replace` change
+    them, under a lock, so that peers never read half of a step."""
 
     def __init__(
         self,
@@ -29,7 +31,8 @@ class GlobalState:
         num_islands: int = 1,
         moments: Collection[int] = (),
     ) -> None:
-        """`num_islands` is N of Delayed Nesterov; `moments` are the indices of parts that hold moments, not params."""
+        """Create the state. `num_islands` is N of Delayed Nesterov; `moments` are the indices of
+        parts of moments."""
         self.parts = dict(parts)
         self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
@@ -43,43 +46,48 @@ class GlobalState:
         self._digests: dict[int, bytes] = {}
         """Digests of the parts that have not changed since they were computed."""
         self._bases: dict[int, torch.Tensor] = {}
-        """Earlier values of parts committed while this island observed: its local params still start from them."""
+        """Earlier values of parts that were committed while this island observed: its local
+        params still start from them."""
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Global minus local, fp32, of the parts in `local`, to be descended; for moments the local values themselves.
+        """Return global minus local params, fp32, of the parts in `local`; for moments the local
+        values themselves.
 
-        `local` is overwritten. The global values are those from which the local params were trained. Moments are sent
-        whole because an encoded difference could bring a second moment to zero or below; a mean of second moments
-        cannot.
+        `local` is overwritten. The global values are those from which the local params were
+        trained. Moments are sent whole, because an encoded difference could bring a second moment
+        to zero or below, which a mean of second moments cannot.
         """
         with self._lock:
             return {i: v if i in self._moments else torch.sub(self._base(i), v, out=v) for i, v in local.items()}
 
     def local_values(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Local params that have these pseudo-gradients relative to the current global params; moments unchanged."""
+        """Return the local params that have these pseudo-gradients relative to the current
+        global params; moments are unchanged."""
         return {i: grad if i in self._moments else self.parts[i] - grad for i, grad in pseudo_grads.items()}
 
     def carry_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """These local values moved onto the current global params, keeping their progress."""
+        """Return these local values moved to the current global params, with their progress."""
         with self._lock:
             bases = {i: self._bases.pop(i, self.parts[i]) for i in local}
             return {i: values + (self.parts[i] - bases[i]) for i, values in local.items()}
 
     def take_over(self, parts: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Copies of these parts, for local params that continue from them without progress of their own."""
+        """Return copies of these parts, for local params that continue from them without
+        progress of their own."""
         with self._lock:
             for i in parts:
                 self._bases.pop(i, None)
             return {i: self.parts[i].clone() for i in parts}
 
     def copies(self) -> dict[int, torch.Tensor]:
-        """Copies of all parts; `parts` itself may be stepped while it is read."""
+        """Return copies of all parts, because `parts` itself may be stepped while it is read."""
         with self._lock:
             return {i: values.clone() for i, values in self.parts.items()}
 
     def states(self) -> dict[int, PartState]:
-        """All parts as a joiner would get them: the tensors themselves, valid until the next `commit`."""
+        """Return all parts in the form that a joiner gets: the tensors themselves, valid until
+        the next `commit`."""
         with self._lock:
             return {i: self._state(i) for i in self.parts}
 
@@ -92,12 +100,13 @@ class GlobalState:
         keeps_bases: bool = False,
         digests: Mapping[int, bytes] | None = None,
     ) -> None:
-        """One outer step of these parts: the only place where a round changes global params.
+        """Make one outer step of these parts. Only this method changes global params in a round.
 
-        `payloads` are the bytes (1-D uint8) from which every participant decoded the means; they are kept for joiners
-        and must not be written to. Without them (None) joiners cannot follow this step and download parts again.
-        `num_given` is the number of islands in each mean. `keeps_bases`: local params still start from the old values,
-        see `carry_over`. `digests`: what `digest_after` has found for these means; None: they are computed when needed.
+        `payloads` are the bytes (1-D uint8) from which every participant decoded the means. They
+        are kept for joiners and must not be changed. Without them (None) joiners cannot follow this
+        step and download parts again. `num_given` is the number of islands in each mean.
+        `keeps_bases`: local params still start from the old values, see `carry_over`. `digests`:
+        results of `digest_after` for these means; None: they are computed when needed.
         """
         with self._lock:
             if keeps_bases:
@@ -112,7 +121,8 @@ class GlobalState:
             self.position = position
 
     def preview(self, index: int, mean: torch.Tensor) -> torch.Tensor:
-        """The part's global params after a `commit` of this mean, without committing it. Not for moments."""
+        """Return the part's global params after a `commit` of this mean, without committing it.
+        Not for moments."""
         state = PartState(self.parts[index], self._optimizer.momentum(index), self.position.round)
         return advance(state, mean, self._config).params
 
@@ -131,7 +141,7 @@ class GlobalState:
 
     @property
     def momentum(self) -> dict[int, torch.Tensor]:
-        """The outer optimizer's momentum buffers by carried part; empty when it has none."""
+        """The outer optimizer's momentum buffers by carried part; empty when it has no momentum."""
         of_params = self.parts.keys() - self._moments if self._config.keeps_momentum else ()
         return {i: self._optimizer.momentum(i) for i in of_params}
 
@@ -141,21 +151,23 @@ class GlobalState:
         return {i: self._optimizer.pushes(i) for i in self.parts} if self._config.delayed else {}
 
     def digests(self) -> dict[int, bytes]:
-        """Digest of params and momentum by carried part."""
+        """Return the digest of params and momentum by carried part."""
         for i in self.parts.keys() - self._digests.keys():
             self._digests[i] = self._state(i).digest
         return dict(self._digests)
 
     def digest_after(self, index: int, mean: torch.Tensor, num_given: int) -> bytes:
-        """The part's digest after a `commit` of this mean. Nothing changes. Several threads may ask for several parts.
+        """Return the part's digest after a `commit` of this mean. Nothing changes. Several threads
+        may call it for different parts.
 
-        If the state changes meanwhile, as after an attempt that was given up, the result means nothing.
+        If the state changes during the call, as after an abandoned attempt, the result is invalid.
         """
         step = None if index in self._moments else self._optimizer.next_step(index, num_given)
         return digest_after(self._state(index), mean, step)
 
     def pack(self, index: int) -> bytes:
-        """The bytes of a part for a joiner: one line of JSON (PartHeader), then params and momentum as raw fp32."""
+        """Pack a part for a joiner: one line of JSON (PartHeader), then params and momentum as
+        raw fp32."""
         self._check_carried(index)
         with self._lock:
             state, position = self._state(index), self.position
@@ -164,7 +176,8 @@ class GlobalState:
             return b"".join((line, raw_bytes(state.params), raw_bytes(state.momentum)))
 
     def mean(self, index: int, round_number: int) -> bytes | None:
-        """The bytes of the mean that led a part from this round to the next (`unpack_mean`), None if no longer kept.
+        """Return the bytes of the mean that led a part from this round to the next (`unpack_mean`);
+        None if no longer kept.
 
         Raises MessageError for a part of another fragment, which the round did not change.
         """
@@ -179,11 +192,11 @@ class GlobalState:
         return num_given.to_bytes(GIVEN_BYTES, "little") + raw_bytes(payloads[index])
 
     def _base(self, index: int) -> torch.Tensor:
-        """The global values from which the part's local params were trained."""
+        """Return the global values from which the part's local params were trained."""
         return self._bases.get(index, self.parts[index])
 
     def _state(self, index: int) -> PartState:
-        """The part's tensors themselves, not copies."""
+        """Return the part's tensors themselves, not copies."""
         if index in self._moments:
             return PartState(self.parts[index], torch.empty(0), self.position.round)
         momentum, pushes = self._optimizer.momentum(index), self._optimizer.pushes(index)

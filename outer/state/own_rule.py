@@ -1,4 +1,5 @@
-"""An outer optimizer of the user's own, and what is tried before a run begins with it."""
+"""An outer optimizer of the user's own, and the tests that it must pass before a run begins with
+it."""
 
 from typing import Protocol
 
@@ -13,7 +14,8 @@ SIZE = 4 * STRETCH + 7
 
 
 class OuterRule(Protocol):
-    """What own code has: a step of some elements of the global params, each by itself."""
+    """The interface of own code: a step of some elements of the global params, each
+    independently."""
 
     def step(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float) -> None:
         """Step `params` and `momentum` in place. All are 1-D fp32 on the CPU; `momentum` begins as zeros.
@@ -25,19 +27,20 @@ class OuterRule(Protocol):
 
 @once
 def build_own_rule(path: str, options: Options) -> OuterRule:
-    """Build the outer optimizer that an import path names and try it. Raises InputError."""
+    """Build the outer optimizer that an import path names and test it. Raises InputError."""
     rule = call(path, KEY, options)
     check_outer_rule(rule, path)
     return rule
 
 
 def check_outer_rule(rule: OuterRule, name: str = "the rule") -> None:
-    """Try what every outer optimizer must do. Raises InputError with the first claim that does not hold."""
+    """Test what every outer optimizer must do. Raises InputError with the first requirement that
+    does not hold."""
     require(CLAIMS, rule, f"{KEY}: {name}")
 
 
 def _stepped(rule: OuterRule, stretch: int) -> torch.Tensor:
-    """Params and momentum, one above the other, after two steps that are made stretch by stretch."""
+    """Return params and momentum, stacked, after two steps that are made stretch by stretch."""
     number = torch.arange(SIZE, dtype=torch.float32)
     params, momentum, mean = torch.cos(number), torch.zeros(SIZE), torch.sin(number * 3) * 0.01
     for _ in range(2):
@@ -53,7 +56,8 @@ def gives_equal_bits(rule: OuterRule) -> bool:
 
 
 def steps_elements_alone(rule: OuterRule) -> bool:
-    """A part has the same bits however it is cut into stretches of 64 elements: each element is stepped by itself."""
+    """Return a part has the same bits however it is cut into stretches of 64 elements: each
+    element is stepped by itself."""
     return torch.equal(_stepped(rule, SIZE), _stepped(rule, STRETCH))
 
 
@@ -63,7 +67,7 @@ def stays_finite(rule: OuterRule) -> bool:
 
 
 def leaves_the_mean_alone(rule: OuterRule) -> bool:
-    """The mean is not changed."""
+    """Return the mean is not changed."""
     mean = torch.ones(STRETCH)
     rule.step(torch.zeros(STRETCH), torch.zeros(STRETCH), mean, 0.7)
     return torch.equal(mean, torch.ones(STRETCH))

@@ -1,4 +1,5 @@
-"""The state of one part: params and momentum, as bytes for a joiner, and one outer step further."""
+"""The state of one part: params and momentum, their bytes for a joiner, and the state after one
+more outer step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,21 +17,23 @@ from outer.space.digest import part_digest, stream_digest
 from outer.state.optimizer import OuterStep
 
 GIVEN_BYTES = 2
-"""Size of the number of contributors that stands before an encoded mean."""
+"""Size of the number of contributors in front of an encoded mean."""
 MAX_GIVEN = 1 << 16
 STRETCH_ELEMENTS = 1 << 16
-"""Elements that are stepped and hashed at once, so that they stay in a core's cache in between."""
+"""Number of elements that are stepped and hashed at once, so that they stay in a core's cache
+between the two."""
 
 
 class Position(Message):
-    """Where a run stands after its last commit. A joiner continues from here."""
+    """The run's position after its last commit. A joiner continues from it."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     """Rounds committed."""
     tokens: int = Field(ge=0, lt=MAX_TOKENS)
-    """Tokens that all committed pseudo-gradients were trained on."""
+    """Number of tokens in all committed pseudo-gradients."""
     ledger: Ledger = Field(default=Ledger(), validation_alias=AliasChoices("ledger", "account"))
-    """The ledger of the data, empty in the position of a single part. Older checkpoints call it `account`."""
+    """The data ledger; empty in the position of a single part. Older checkpoints call it
+    `account`."""
 
 
 class PartHeader(Message):
@@ -46,16 +49,16 @@ class PartState:
     """One part's global params and outer momentum, fp32, after `round` committed rounds."""
 
     params: torch.Tensor
-    """Moments of the inner optimizer, if the part is one of moments."""
+    """Global params, or moments of the inner optimizer if this is a part of moments."""
     momentum: torch.Tensor
-    """Empty for a part of moments."""
+    """Outer momentum. Empty for a part of moments."""
     round: int
     pushes: int = 0
-    """Pushes of Delayed Nesterov since the momentum moved the part."""
+    """Pushes of Delayed Nesterov since the momentum last moved the part."""
 
     @property
     def digest(self) -> bytes:
-        """Digest of everything that decides the next outer step."""
+        """Digest of all data that decide the next outer step."""
         return part_digest(self.params, self.momentum, *_hashed_pushes(self.pushes))
 
     @property
@@ -77,15 +80,17 @@ def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tupl
 
 
 def unpack_mean(body: bytes) -> tuple[int, bytes]:
-    """(number of contributors, encoded mean) from a donor's bytes. Raises MessageError if there is no contributor."""
+    """Return (number of contributors, encoded mean) from a donor's bytes. Raises MessageError if
+    there is no contributor."""
     num_given = int.from_bytes(body[:GIVEN_BYTES], "little")
     if len(body) < GIVEN_BYTES or num_given == 0:
-        raise MessageError("a mean that no island gave to")
+        raise MessageError("a mean without contributors")
     return num_given, body[GIVEN_BYTES:]
 
 
 def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
-    """Size of a part's params and, unless it holds moments, its momentum, in fp32."""
+    """Return the size in bytes of a part's params and, unless it holds moments, its momentum, in
+    fp32."""
     return (8 if has_momentum else 4) * num_elements
 
 
@@ -93,7 +98,7 @@ def part_of(raw: bytes, num_elements: int, round_number: int, pushes: int = 0) -
     """Parse params followed by momentum from raw fp32. Raises MessageError if a value is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
-        raise MessageError("a part's state with non-finite values")
+        raise MessageError("a part's state contains non-finite values")
     return PartState(values[:num_elements], values[num_elements:], round_number, pushes)
 
 
@@ -104,10 +109,11 @@ def advance(
     num_given: int = 1,
     num_islands: int = 1,
 ) -> PartState:
-    """The part one round later, bit-equal to the result of `GlobalState.commit`. `state` does not change.
+    """Return the part one round later, bit-equal to the result of `GlobalState.commit`. `state`
+    does not change.
 
-    `mean` is None if the round did not send the part: only the round number changes. `config` is None for a part of
-    moments. `num_given` and `num_islands` are those of `GlobalState`.
+    `mean` is None if the round did not send the part: only the round number changes. `config` is
+    None for a part of moments. `num_given` and `num_islands` are as in `GlobalState`.
     """
     if mean is None:
         return replace(state, round=state.round + 1)
@@ -120,7 +126,8 @@ def advance(
 
 
 def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -> bytes:
-    """The part's digest after this step by the mean, or (None) after the mean has replaced it. `state` stays as it is.
+    """Return the part's digest after this step by the mean, or (None) after the mean has replaced
+    it. `state` does not change.
 
     The stepped params never exist as a whole: only the momentum needs memory.
     """
@@ -128,7 +135,8 @@ def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -
 
 
 def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[torch.Tensor]:
-    """What the digest of a stepped part covers, in its order. A tensor is overwritten when the next is asked for."""
+    """Yield the data for the digest of a stepped part, in order. A tensor is overwritten when
+    the next one is requested."""
     momentum = BUFFERS.floats(state.momentum.numel()).copy_(state.momentum)
     room, blend = torch.empty(min(STRETCH_ELEMENTS, mean.numel())), step.blend(momentum, mean)
     for start in range(0, mean.numel(), STRETCH_ELEMENTS):
@@ -145,5 +153,5 @@ def _hashed_pushes(pushes: int) -> list[torch.Tensor]:
 
 
 def raw_bytes(values: torch.Tensor) -> bytes:
-    """The bytes of a CPU tensor, copied."""
+    """Return the bytes of a CPU tensor, copied."""
     return values.numpy().tobytes()

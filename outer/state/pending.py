@@ -1,4 +1,5 @@
-"""The progress of an island that no committed round contains yet: tokens by fragment, and units of data."""
+"""The progress of an island that is in no committed round yet: tokens by fragment, and units of
+data."""
 
 from outer.leases.cursor import Cursor
 from outer.leases.ranges import count
@@ -8,16 +9,19 @@ from outer.state.replica import Replica
 
 
 class PendingProgress:
-    """One rank's account of it. Every rank of the island makes the same calls in the same order."""
+    """One rank's record of pending progress. Every rank of the island makes the same calls in
+    the same order."""
 
     def __init__(self, replica: Replica, cursor: Cursor, num_fragments: int, max_tokens: int) -> None:
-        """`max_tokens`: the most tokens that any island may claim for one round."""
+        """Create an empty record. `max_tokens`: the most tokens that any island may claim for
+        one round."""
         self._replica, self.cursor, self._max_tokens = replica, cursor, max_tokens
         self.weights = [0] * num_fragments
-        """Tokens trained on since each fragment was sent last, up to the last round that landed."""
+        """Tokens trained on since each fragment was last sent, up to the last round that landed."""
 
     def snapshot(self, round_number: int, tokens: int) -> Snapshot:
-        """The contribution to the round, made on `tokens` tokens since the last round that landed. Collective."""
+        """Return the contribution to the round, made on `tokens` tokens since the last round
+        that landed. Collective."""
         replica = self._replica
         fragment = replica.space.fragment_of(round_number)
         pseudo_grads = replica.pseudo_grads(round_number)
@@ -25,19 +29,22 @@ class PendingProgress:
         return Snapshot(round_number, fragment, pseudo_grads, tokens, weight, self.cursor.read)
 
     def settle(self, snapshot: Snapshot, position: Position) -> None:
-        """The commit that led to this position contains the snapshot."""
+        """Record the commit that led to this position and contains the snapshot."""
         self.cursor.settle(position.round, position.ledger, count(snapshot.units))
         self.weights = [weight + snapshot.tokens for weight in self.weights]
         self.weights[snapshot.fragment] = 0
 
     def keep(self, weight: int) -> bool:
-        """Whether progress made on `weight` tokens may count on top of the state that the replica has taken.
+        """Return whether progress made on `weight` tokens may count on top of the state that the
+        replica has taken.
 
-        It may when its data are still the island's own, and when it fits into a later round together with that round.
+        It may if its data are still leased to the island, and if it fits into a later round
+        together with that round.
         """
         return 2 * weight <= self._max_tokens and self.cursor.keep(self._replica.position.ledger)
 
     def drop(self, position: Position) -> None:
-        """Give the progress up at this position: its data will be read again, by this island or another."""
+        """Drop the progress at this position. Its data will be read again, by this island or
+        another."""
         self.cursor.begin(position.round, position.ledger)
         self.weights = [0] * len(self.weights)

@@ -1,4 +1,4 @@
-"""The pseudo-gradient that an island contributes to a round, and its hand-over between threads."""
+"""The pseudo-gradient that an island contributes to a round, and its transfer between threads."""
 
 import threading
 from dataclasses import dataclass
@@ -20,23 +20,26 @@ class Snapshot:
     round: int
     fragment: int
     pseudo_grads: dict[int, torch.Tensor]
-    """By part index."""
+    """The pseudo-gradient's parts, by part index."""
     tokens: int
     """Tokens trained on since the last round was sent."""
     weight: int
-    """Tokens trained on since this fragment was averaged last: the island's weight in the mean."""
+    """Tokens trained on since this fragment was last averaged, which are the island's weight in
+    the mean."""
     units: Ranges
     """Units of data read since the last commit."""
 
 
 class Contribution:
-    """Thread-safe slot for one rank's snapshot: the training thread fills it while a round is being prepared.
+    """Thread-safe slot for one rank's snapshot, which the training thread fills while a round is
+    being prepared.
 
-    A snapshot counts for its own round only. Without one the island observes the round.
+    A snapshot counts for its own round only. Without a snapshot the island observes the round.
     """
 
     def __init__(self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None) -> None:
-        """`earlier`: the state to which this island would go back instead, together with others."""
+        """Create the slot. `earlier`: the state to which this island would go back instead,
+        together with others."""
         self.earlier = earlier
         self._snapshot = snapshot
         self._changed = threading.Condition()
@@ -48,20 +51,21 @@ class Contribution:
             self._changed.notify_all()
 
     def find(self, round_number: int) -> Snapshot | None:
-        """The snapshot for the round, or None while the island only observes it."""
+        """Return the snapshot for the round, or None while the island only observes it."""
         with self._changed:
             return self._find(round_number)
 
     def wait(self, round_number: int, seconds: float) -> Snapshot:
-        """The snapshot for the round, which the island's leader has already contributed on its own rank.
+        """Return the snapshot for the round, which the island's leader has already contributed on
+        its own rank.
 
-        Raises OuterError when this rank does not follow within `seconds`.
+        Raises OuterError when this rank has no snapshot within `seconds`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._find(round_number) is not None, seconds)
             snapshot = self._find(round_number)
         if snapshot is None:
-            raise OuterError(f"round {round_number}: this rank did not come to its snapshot within {seconds:.0f} s")
+            raise OuterError(f"round {round_number}: this rank had no snapshot within {seconds:.0f} s")
         return snapshot
 
     def _find(self, round_number: int) -> Snapshot | None:

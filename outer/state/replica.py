@@ -19,20 +19,21 @@ from outer.state.pseudo_gradient import Snapshot
 
 
 class Replica:
-    """Every rank of the island builds it and calls each method in the same order.
+    """One rank's part of the replica. Every rank of the island builds it and calls each method in the same order.
 
     `commit` and `go_back` may run in another thread while local params are trained; they must be over before the next
-    call. The methods that change local params differ in what becomes of the progress made since the round was launched:
+    call. The methods that change local params treat the progress made since the round was launched in different ways:
 
         merge        local = mix x local + (1 - mix) x global    after a round to which this island contributed
         correct      local += global - ahead                     the same, when `look_ahead` was called at the launch
         carry_over   local += global now - global then           after rounds that this island observed
-        take_over    local = global                              progress is in the commit, or given up
+        take_over    local = global                              progress is in the commit, or dropped
         rebase       local = global - progress                   after another island's state was taken
     """
 
     def __init__(self, config: OuterConfig, params: Params, ranks: RankGroup, terms: Terms | None = None) -> None:
-        """`terms` are those of the leases; None: of a run without stages and data of single islands."""
+        """Build the replica. `terms` are the terms of the leases. None: a run without stages and
+        without data of single islands."""
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
         self.space = build_space(params.specs, config)
@@ -41,7 +42,8 @@ class Replica:
         self.carried = GlobalState(self.redistribution.gather(), config.optimizer, config.start_islands, moments)
         """Global params and outer momentum of the parts that this rank carries."""
         self.terms = terms or Terms(inner_steps=config.inner_steps)
-        # Gossip has no commit of all islands, so there is no common ledger to lease data from.
+        # Gossip has no commit of all islands, so there is no common ledger from which to lease
+        # data.
         ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)
         self.digest = self._compute_digest(ranks)
@@ -50,32 +52,34 @@ class Replica:
 
     @property
     def position(self) -> Position:
-        """Rounds and tokens committed, and the ledger of the data."""
+        """The number of rounds and tokens committed, and the data ledger."""
         return self.carried.position
 
     def pseudo_grads(self, round_number: int | None = None) -> dict[int, torch.Tensor]:
-        """This rank's parts of the pseudo-gradient, fp32, by index: those that the round sends, or all (None)."""
+        """Return this rank's parts of the pseudo-gradient, fp32, by index: the parts that the
+        round sends, or all (None)."""
         groups = None if round_number is None else self.space.part_groups_in(round_number)
         return self.carried.pseudo_grads(self.redistribution.gather(groups))
 
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        """L2 norm over the parts of all ranks, without moments."""
+        """Return the L2 norm over the parts of all ranks, without moments."""
         return sum(self.ranks.background.gather(self.sum_of_squares(pseudo_grads))) ** 0.5
 
     def squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[str, float]:
-        """The squared L2 norms of these parts of this rank, by kind of tensor."""
+        """Return the squared L2 norms of these parts of this rank, by kind of tensor."""
         kinds = {self.space.parts[index].kind: 0.0 for index in pseudo_grads}
         for index, grad in pseudo_grads.items():
             kinds[self.space.parts[index].kind] += sum_of_squares(grad)
         return dict(kinds)
 
     def sum_of_squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        """The squared L2 norm of these parts of this rank, without moments."""
+        """Return the squared L2 norm of these parts of this rank, without moments."""
         own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_moment]
         return sum(map(sum_of_squares, own))
 
     def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool) -> None:
-        """One outer step on the parts in `means`, each the mean of `num_given` islands. Local params do not change.
+        """Make one outer step on the parts in `means`, each the mean of `num_given` islands. Local
+        params do not change.
 
         `observes`: this island contributed nothing; the caller must call `carry_over` next.
         """
@@ -85,7 +89,8 @@ class Replica:
         self.digest = self._compute_digest(self.ranks.background)
 
     def digest_after(self, means: Mapping[int, Mean], position: Position) -> str:
-        """What `digest` will be after a `commit` of these means, which say the digests of their parts after it."""
+        """Return the value of `digest` after a `commit` of these means, which contain the
+        digests of their parts after it."""
         digests = self.carried.digests() | _digests_after(means)
         return state_digest(self.combine(digests, self.ranks.background), position.ledger.text)
 
@@ -95,7 +100,7 @@ class Replica:
         self.digest = self._compute_digest(self.ranks.background)
 
     def merge(self, round_number: int, mix: float) -> None:
-        """Local params and moments that the round sent become mix x local + (1 - mix) x global."""
+        """Set local params and moments that the round sent to mix x local + (1 - mix) x global."""
         if mix < 1:
             self.redistribution.scatter(self.carried.parts, self.space.part_groups_in(round_number), mix)
 
@@ -109,7 +114,8 @@ class Replica:
         return ahead
 
     def correct(self, ahead: Mapping[int, torch.Tensor], round_number: int) -> None:
-        """Move local params that were trained from `ahead` as if they had been trained from the global params."""
+        """Move local params that were trained from `ahead` as if they had been trained from the
+        global params."""
         groups = self.space.part_groups_in(round_number)
         local = self.redistribution.gather(groups)
         moved = {i: values + (self.carried.parts[i] - ahead[i]) for i, values in local.items()}
@@ -130,7 +136,8 @@ class Replica:
         self.redistribution.scatter(self.carried.take_over(carried), groups)
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
-        """Continue from another island's state: it replaces the global state, local params and local moments."""
+        """Continue from another island's state, which replaces the global state, local params
+        and local moments."""
         self.restore(parts, position)
         self.redistribution.scatter(self.carried.parts)
 
@@ -140,7 +147,8 @@ class Replica:
         self.digest = self._compute_digest(self.ranks)
 
     def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
-        """Set local params to the global params minus these parts: put progress on top of a newer state.
+        """Set local params to the global params minus these parts, which puts progress on top of a
+        newer state.
 
         Local moments are set to the moments in `pseudo_grads`.
         """
@@ -148,7 +156,8 @@ class Replica:
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
-        """Local params hold the current global params inside the context. Rounds may be committed at the same time."""
+        """Let local params hold the current global params inside the context. Rounds may be
+        committed at the same time."""
         local = self.redistribution.gather(self.space.param_part_groups)
         now = self.carried.copies() if self._has_observers else self.carried.parts
         self.redistribution.scatter(now, self.space.param_part_groups)
@@ -158,7 +167,7 @@ class Replica:
             self.redistribution.scatter(local, self.space.param_part_groups)
 
     def combine(self, digests_by_part: dict[int, bytes], ranks: RankGroup) -> str:
-        """One digest over the parts of all ranks, in part order."""
+        """Return one digest over the parts of all ranks, in part order."""
         merged = {i: digest for digests in ranks.gather(digests_by_part) for i, digest in digests.items()}
         return combine_digests([merged[i] for i in sorted(merged)])
 

@@ -1,4 +1,5 @@
-"""Downloaded parts on disk: a joiner that is killed during its download fetches only the rest after a restart."""
+"""Downloaded parts on disk. A joiner that is killed during its download fetches only the missing
+parts after a restart."""
 
 import logging
 import shutil
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Header(Message):
-    """The line of JSON in a file FOLDER/part-000012. Params and momentum follow, raw fp32."""
+    """The line of JSON in a file FOLDER/part-000012. Params and momentum follow it, in raw fp32."""
 
     fingerprint: str = Field(max_length=64)
     run: str = Field(max_length=256)
@@ -29,7 +30,7 @@ class _Header(Message):
 
 
 class PartsCache:
-    """Cache of the parts of the space with this fingerprint in one run (any text), for use from any thread."""
+    """Cache for the parts of the space with this fingerprint in one run. Any thread may use it."""
 
     def __init__(self, folder: Path, fingerprint: str, run: str) -> None:
         self._folder, self._fingerprint, self._run = folder, fingerprint, run
@@ -47,10 +48,13 @@ class PartsCache:
                 write_atomically(path, header.encode() + b"\n" + raw)
             except OSError as error:
                 self._has_failed = True
-                log.warning("the downloaded state is not kept on disk, a restart would download all of it: %s", error)
+                log.warning(
+                    "the downloaded state is not kept on disk, so a restart would download all of it again: %s", error
+                )
 
     def read(self, part: int, num_elements: int, *, has_momentum: bool = True) -> PartState | None:
-        """Read a part. Returns None if it is missing, damaged, or belongs to another model or run."""
+        """Read a part. Return None if it is missing, damaged, or belongs to another model or
+        run."""
         try:
             line, _, raw = (self._folder / f"part-{part:06d}").read_bytes().partition(b"\n")
             header = parse(_Header, line)

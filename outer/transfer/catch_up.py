@@ -1,14 +1,17 @@
-"""How an island that is behind takes the state of others: all its ranks together, each rank the parts it carries.
+"""Catch-up of an island that is behind: all its ranks take other islands' state together, each rank
+its own parts.
 
-Donors serve each part at the round in which they are when it leaves. The ranks bring all parts to one common round, the
-donors confirm the digest of that state, and the island repeats this until it has reached the donors' newest round.
+Donors serve each part at the round in which it is when it is sent. The ranks bring all parts to one
+common round, the donors confirm the digest of that state, and the island repeats this until it has
+reached the donors' newest round.
 
-If the donors remember the state that the island holds, it begins with that, and only the means since then are missing.
-An island that has all parts and lacks only means is on its way: it says so, and the others wait for it as for one that
-trains. Without that it would come after the next plan each time, whenever a state takes about as long as a round.
+If the donors remember the state that the island holds, the island starts from this state and needs
+only the means since then. An island that has all parts and lacks only means reports that it is
+coming, and the others wait for it as for an island that trains. Otherwise it would always be too
+late for the next plan if a download takes about as long as a round.
 
-Donors may die, and islands may claim states that they cannot give. So before each try the island looks again who is
-ahead of it, and goes on from its own state when nobody is.
+Donors may die, and islands may claim states that they cannot provide. So before each try the island
+checks again which islands are ahead of it, and continues from its own state when no island is.
 """
 
 import logging
@@ -32,22 +35,24 @@ MAX_CHASES = 50
 
 
 def is_ahead(replica: Replica, position: Position) -> bool:
-    """Whether a state at this position survives the replica's, or may do so by its digest."""
+    """Return whether a state at this position survives the replica's, or may survive it by its
+    digest."""
     own = replica.position
     return (position.tokens, position.round) >= (own.tokens, own.round)
 
 
 def believe_all(description: Description) -> None:
-    """Default of `CatchUp.check`."""
+    """Accept every description. This is the default of `CatchUp.check`."""
 
 
 def tell_nobody(is_coming: bool) -> None:
-    """Default of `CatchUp.tell`."""
+    """Do nothing. This is the default of `CatchUp.tell`."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a try failed. `is_wrong`: a state came, and it is not the one that the donors describe."""
+    """The reason why a try failed. `is_wrong`: a state arrived that is not the one that the
+    donors describe."""
 
     cause: str
     is_wrong: bool = False
@@ -55,10 +60,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class NothingTaken:
-    """Nobody is ahead any more who gives a state, so this island's own survives."""
+    """No island that is ahead provides its state any more, so this island's own state survives."""
 
     causes: Sequence[str]
-    """Why the tries failed; none if the others were gone before the first."""
+    """Reasons why the tries failed; empty if the donors were gone before the first try."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class CaughtUpState:
 
     description: Description
     base_digest: str | None
-    """Digest that the donors remember for the round this island held before, if that was the previous round."""
+    """The donors' digest of the round that this island held before, if that was the previous
+    round."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,18 @@ class CatchUp:
     build_choice: Callable[[], DonorChoice]
     """Builds the choice of donors for one catch-up. Called on the leader."""
     is_ahead: Callable[[Position], bool]
-    """Whether a state at this position survives the one that this island holds."""
+    """Function that returns whether a state at this position survives the one that this island
+    holds."""
     check: Callable[[Description], None] = believe_all
-    """Raises MessageError for a description without proof. Called on the leader, on the event loop."""
+    """Function that raises MessageError for a description without proof. Called on the leader,
+    on the event loop."""
     tell: Callable[[bool], None] = tell_nobody
-    """Called on all ranks with whether others may wait for this island: it lacks only the means of some rounds."""
+    """Function called on all ranks with whether others may wait for this island, because it
+    lacks only the means of some rounds."""
 
     def run(self) -> CaughtUpState | NothingTaken:
-        """Take the newest global state of the islands that are ahead, and local params, or change nothing."""
+        """Take the newest global state of the islands that are ahead, and set local params to
+        it, or change nothing."""
         choice, download = self.build_choice() if self.replica.ranks.is_leader else None, self.build_download()
         held, causes = self.replica.position.round, []
         while donors := self.replica.ranks.on_leader(lambda: choice.next() if choice else []):
@@ -114,15 +124,17 @@ class CatchUp:
         return NothingTaken(list(dict.fromkeys(causes)))
 
     def _ask_for_own(self, download: Download, held: int) -> tuple[str | None, int]:
-        """(the donors' digest of the round that this island holds, None if they remember none; their newest round)."""
+        """Return (the donors' digest of the round that this island holds, or None; their newest
+        round)."""
         if held == 0:
             return None, 0
         return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_history(held)))
 
     def _download_state(self, download: Download, newest: int) -> Description | Failure:
-        """Download the newest state on all ranks. Returns its description, or the cause of the failure.
+        """Download the newest state on all ranks. Return its description, or the cause of the
+        failure.
 
-        `newest`: the donors' newest round, if the parts of an earlier one are here; else 0.
+        `newest`: the donors' newest round, if the parts of an earlier one are here; otherwise 0.
         """
         result = None
         for _ in range(MAX_CHASES):
@@ -132,7 +144,8 @@ class CatchUp:
             digest = self.replica.combine(download.digests(), self.replica.ranks)
             result, newest = self.replica.ranks.on_leader(partial(self._verify, download, target, digest))
             if isinstance(result, Failure):
-                # Some part is damaged or belongs to another history, and it is not known which one.
+                # Some part is damaged or belongs to another history, and it is not known which
+                # part.
                 download.discard()
                 return result
             if newest <= target:
@@ -141,7 +154,8 @@ class CatchUp:
         return result
 
     def _reach_common_round(self, download: Download, target: int) -> int | Failure:
-        """Bring all ranks' parts to one round, `target` or later. Returns the round, or the cause of failure."""
+        """Bring all ranks' parts to one round, `target` or later. Return the round, or the cause
+        of the failure."""
         for _ in range(MAX_CHASES):
             try:
                 result = self.event_loop.run(download.catch_up(target) if target else download.run(0))
@@ -153,12 +167,13 @@ class CatchUp:
             newest = max(result for result in results if isinstance(result, int))
             if target and newest == target:
                 return target
-            self.tell(True)  # All parts are here, of several rounds.
+            self.tell(True)  # All parts are here, at different rounds.
             target = newest
-        return Failure(f"the donors went on to round {target} before this island had caught up")
+        return Failure(f"the donors reached round {target} before this island had caught up")
 
     def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | Failure, int]:
-        """(the donors' description of this state, their newest round), or (why it cannot be taken, 0)."""
+        """Return (the donors' description of this state, their newest round), or (why it cannot
+        be taken, 0)."""
         try:
             description = self.event_loop.run(download.describe(round_number, digest, self.check))
             newest = self.event_loop.run(download.describe(None, check=self.check)).position.round

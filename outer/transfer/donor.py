@@ -5,7 +5,7 @@
     mean  {part, round}   the encoded mean that led from `round` to the next (bulk lane, likewise)
     taken {worker}        the worker needs nothing more for now             (control lane)
 
-A donor keeps no snapshot and waits for nobody: each part is of the round in which it leaves.
+A donor keeps no snapshot and does not wait for joiners: each part is sent at its current round.
 """
 
 import asyncio
@@ -27,10 +27,12 @@ from outer.state.part_state import Position
 ROUNDS_DESCRIBED = 16
 NO_PROOF = Proof()
 PARTS_SERVED_AT_ONCE = 4
-"""Parts that a rank serves at once, over all joiners. It serves only one while a round is being reduced."""
+"""Number of parts that a rank serves at a time, over all joiners. During a reduce it serves only
+one."""
 MAX_WORKERS = 64
 GATE_SECONDS = 3.0
-"""Longest wait for a place. It ends before the caller's own deadline, and the caller is asked to come again."""
+"""Longest wait for a place. It ends before the caller's own deadline, and the caller must then
+ask again."""
 PART_SECONDS = 120.0
 """Time limit for a part to arrive until the transfer of parts has been measured."""
 
@@ -53,11 +55,11 @@ class Description(Message):
     included: list[Incarnation] = Field(default=[], max_length=1024)
     """Incarnations of the islands whose progress is part of this round's commit."""
     proof: Proof = NO_PROOF
-    """Why to believe that the state was committed. Gossip has no commits of all islands, and no proofs."""
+    """Proof that the state was committed. Empty in gossip, which has no commits of all islands."""
 
     @property
     def claim(self) -> Claim:
-        """What the donor says it holds."""
+        """The claim in the description: the state that the donor claims to hold."""
         return Claim(self.position.round, self.position.tokens, self.digest)
 
 
@@ -73,7 +75,8 @@ class PartRequest(Message):
     part: PartNumber
     at_least: int = Field(default=0, ge=0, lt=MAX_ROUND)
     worker: int = Field(default=0, ge=0, lt=MAX_WORKERS)
-    """Worker that makes the request. It has received the reply to its previous request, whose place becomes free."""
+    """Number of the requesting worker. It has received the reply to its previous request, so the
+    place for that one becomes free."""
 
 
 class MeanRequest(Message):
@@ -85,7 +88,8 @@ class MeanRequest(Message):
 
 
 class ReleaseRequest(Message):
-    """Notice that a worker needs nothing for now, so its place is free. None stands for all workers of the caller."""
+    """Notice that a worker needs nothing for now, so its place is free. None means all workers
+    of the caller."""
 
     worker: int | None = Field(default=None, ge=0, lt=MAX_WORKERS)
 
@@ -94,7 +98,8 @@ R = TypeVar("R", PartRequest, MeanRequest)
 
 
 class Donor:
-    """Serves the parts that this rank carries and, on the leader, the descriptions, once a round is committed."""
+    """Serves the parts that this rank carries and, on the leader, the descriptions. Serves
+    nothing before a round is committed."""
 
     def __init__(
         self,
@@ -102,9 +107,10 @@ class Donor:
         messenger: Messenger,
         on_first_request: Callable[[int], None] = lambda round_number: None,
     ) -> None:
-        """`on_first_request` is called with this island's round when a joiner that has no place asks for a part."""
+        """Create a donor. `on_first_request` is called with this island's round when a joiner
+        without a place requests a part."""
         self.is_busy = False
-        """Whether a round is being reduced. Set by the caller that runs the round."""
+        """Whether a round is being reduced. Set by the code that runs the round."""
         self._state, self._on_first_request = state, on_first_request
         self._descriptions: dict[int, bytes] = {}
         self._num_replaced = state.num_replaced
@@ -122,10 +128,12 @@ class Donor:
         included: Sequence[str] = (),
         proof: Proof = NO_PROOF,
     ) -> None:
-        """Describe the current state to joiners. Call it on the leader after each commit and each `replace`.
+        """Set the description of the current state. Call it on the leader after each commit and
+        each `replace`.
 
-        `digest` is that of the state, `fingerprint` that of the canonical space. `carriers`: carrier rank of each part.
-        `included`: incarnations of the islands whose progress is part of the last commit. `proof`: of that commit.
+        `digest`: of the state. `fingerprint`: of the canonical space. `carriers`: carrier rank of
+        each part. `included`: incarnations of the islands whose progress is part of the last
+        commit. `proof`: proof of that commit.
         """
         position = self._state.position
         if position.round == 0:
@@ -134,7 +142,8 @@ class Donor:
         description = Description(
             digest=digest, position=position, fingerprint=fingerprint, carriers=packed, included=included, proof=proof
         )
-        # Earlier descriptions may belong to another history if the state has been replaced since.
+        # Earlier descriptions may belong to another history if the state has been replaced since
+        # then.
         known = self._descriptions if self._num_replaced == self._state.num_replaced else {}
         self._num_replaced = self._state.num_replaced
         kept = {r: text for r, text in known.items() if 0 < position.round - r < ROUNDS_DESCRIBED}
@@ -144,7 +153,7 @@ class Donor:
     async def _on_state(self, source: Endpoint, body: bytes) -> bytes:
         known = self._descriptions
         if not known:
-            raise TransportError("this island has committed no round: it cannot be a donor")
+            raise TransportError("this island has committed no round, so it cannot be a donor")
         wanted = (await receive(StateRequest, body)).round
         if wanted is not None and wanted not in known:
             raise TransportError(f"round {wanted} is not known here; rounds {min(known)} to {max(known)} are")
@@ -162,7 +171,7 @@ class Donor:
         request = await receive(model, body)
         caller = source, request.worker
         if self._state.position.round == 0:
-            raise TransportError("this island has committed no round: it cannot be a donor")
+            raise TransportError("this island has committed no round, so it cannot be a donor")
         if not self._gate.has_caller_from(source.island):
             self._on_first_request(self._state.position.round)
         if not await self._gate.enter(caller):
@@ -188,21 +197,24 @@ class Donor:
 
 
 class AdmissionGate:
-    """Limits how many parts are on their way at once, and shares the places fairly between islands.
+    """Limits the number of parts that are sent at a time, and shares the places fairly between
+    islands.
 
-    A caller occupies its place until its next request, because only then has the part crossed the link. A caller that
-    has died keeps its place for as long as a part may take. All methods run on one event loop.
+    A caller keeps its place until its next request, because only then has the part crossed the
+    link. A caller that has died keeps its place for the longest time that a part may take. All
+    methods run on one event loop.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._admitted_at: dict[Caller, float] = {}
-        """Callers that have a place, with the time of the event loop at which they got it."""
+        """Callers that have a place, with the event loop's time at which they got it."""
         self._waiting: dict[Caller, asyncio.Future[bool]] = {}
         self._deadlines = Deadlines(PART_SECONDS)
 
     async def enter(self, caller: Caller) -> bool:
-        """Release the caller's earlier place and wait up to GATE_SECONDS for a new one. Returns whether it got one."""
+        """Release the caller's earlier place and wait up to GATE_SECONDS for a new one. Return
+        whether it got one."""
         if caller in self._admitted_at:
             self._deadlines.observe("part", loop_time() - self._admitted_at[caller])
             self.leave(caller)
@@ -226,11 +238,12 @@ class AdmissionGate:
         self._admit()
 
     def has_caller_from(self, island: str) -> bool:
-        """Whether a caller of this island has a place or waits for one."""
+        """Return whether a caller of this island has a place or waits for one."""
         return any(source.island == island for source, _ in [*self._admitted_at, *self._waiting])
 
     def _admit(self) -> None:
-        """Give free places to waiting callers, first to those whose island has the fewest, then in order of arrival."""
+        """Give free places to waiting callers: first to those whose island has the fewest
+        places, then in order of arrival."""
         oldest = loop_time() - self._deadlines.limit("part")
         self._admitted_at = {caller: at for caller, at in self._admitted_at.items() if at > oldest}
         while self._waiting and len(self._admitted_at) < self._limit():

@@ -1,4 +1,5 @@
-"""Which islands a joiner asks for their state, and when it gives up an island that claims a state it does not give."""
+"""The choice of donors for a joiner, and when the joiner stops asking an island that does not
+provide the state it claims."""
 
 import zlib
 from collections import Counter
@@ -8,39 +9,42 @@ from dataclasses import dataclass, field
 from outer.membership.base import Member
 
 TRIES = 4
-"""Failed tries after which an island's claim to be ahead is not believed any more."""
+"""Number of failed tries after which an island's claim to be ahead is ignored."""
 TRY_SECONDS = 60.0
-"""The same after one failed try, if it took that long."""
+"""The claim is ignored after a single failed try if that took at least this time."""
 MAX_ASKED = 16
-"""Most islands that the first try asks, twice as many in each further one. What an island says of its state grows with
-the islands of a run: all of 1,024 together took a link of 100 Mbit/s longer than they had to answer."""
+"""Most islands that are asked in the first try; each further try asks twice as many. The length
+of a description grows with the islands of a run. The descriptions of 1,024 islands together did
+not fit through a link of 100 Mbit/s in time."""
 
 
 def ignore(donors: Sequence[Member]) -> None:
-    """Default of `DonorChoice.disbelieve` and `.believe`."""
+    """Do nothing. This is the default of `DonorChoice.disbelieve` and `.believe`."""
 
 
 @dataclass
 class DonorChoice:
-    """The donors of one catch-up, try after try. On the leader only."""
+    """The donors of one catch-up, for each of its tries. On the leader only."""
 
     find_donors: Callable[[], Sequence[Member]]
-    """Finds the islands that hold the surviving history now; none if this island holds it."""
+    """Function that returns the islands that hold the surviving history now; empty if this
+    island holds it."""
     now: Callable[[], float]
-    """The clock of the waits, in seconds."""
+    """Clock of the waits, in seconds."""
     disbelieve: Callable[[Sequence[Member]], None] = ignore
-    """Called with islands that have not given the state that they claim."""
+    """Function called with islands that did not provide the state that they claim."""
     believe: Callable[[Sequence[Member]], None] = ignore
-    """Called with islands that have given it."""
+    """Function called with islands that provided the state that they claim."""
     spread: str = ""
-    """Joiners with different ones ask different islands."""
+    """A text that differs between joiners, so that they ask different islands."""
     _failures: Counter[str] = field(default_factory=Counter)
     _given_up: set[str] = field(default_factory=set)
     _is_one_by_one: bool = False
     _most: int = MAX_ASKED
 
     def next(self) -> list[Member]:
-        """The donors of the next try. Empty if no island is ahead any more, apart from those that were given up."""
+        """Return the donors of the next try. Empty if no island is ahead any more, except those
+        that are ignored."""
         self._asked = [donor for donor in self.find_donors() if donor.island not in self._given_up]
         if self._is_one_by_one and self._asked:
             self._asked = [min(self._asked, key=lambda donor: (self._failures[donor.island], donor.island))]
@@ -50,9 +54,10 @@ class DonorChoice:
         return self._asked
 
     def has_failed(self, *, is_wrong: bool) -> None:
-        """Record that the last try failed. `is_wrong`: a state came, and it is not the one that the donors describe."""
+        """Record that the last try failed. `is_wrong`: a state arrived that is not the one that
+        the donors describe."""
         if is_wrong and len(self._asked) > 1:
-            # One of them has sent wrong parts, and it is not known which one.
+            # One of them has sent wrong parts, and it is not known which donor.
             self._is_one_by_one = True
             return
         self._most *= 2
@@ -63,7 +68,8 @@ class DonorChoice:
         self.disbelieve(given_up)
 
     def _turn(self, donor: Member) -> tuple[int, int, str]:
-        """Those that have failed less often first, in an order of this joiner's own."""
+        """Return a sort key: donors with fewer failures first, in an order that differs between
+        joiners."""
         number = zlib.crc32(f"{self.spread}/{donor.island}".encode())
         return self._failures[donor.island], number, donor.island
 

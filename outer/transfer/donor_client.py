@@ -1,4 +1,5 @@
-"""One donor as a joiner's rank sees it: the description of its state, requests for parts, and suspension on failure."""
+"""A joiner's connection to one donor: the description of its state, requests for parts, and
+suspension on failure."""
 
 import asyncio
 import logging
@@ -21,15 +22,16 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_SECONDS = 10.0
 SUSPENDED_SECONDS = 30.0
-"""Time for which a donor that failed is not asked again."""
+"""Time in which a donor that failed is not asked again."""
 RELEASE_SECONDS = 2.0
 MAX_EXTRA_BYTES = 1 << 12
-"""Room for what stands before the values in a reply."""
+"""Limit for the bytes in front of the values in a reply."""
 RETRY_SECONDS = 0.2
 QUIET_SECONDS = 3.0
-"""Silence of a donor after which its leader is asked for a sign of life, while a part is awaited."""
+"""Silence of a donor after which its leader is probed, while a part is awaited."""
 PROBE_SECONDS = 5.0
-"""Time limit of the answer. A donor that is frozen or cut off does not answer, however slow its links may be else."""
+"""Time limit for the reply to a probe. A frozen or unreachable donor does not reply, while a
+slow link still can."""
 LONGEST_CALL_SECONDS = 3600.0
 """Time limit of the messenger call. The real limit follows from measurements and is updated during the call."""
 
@@ -41,7 +43,7 @@ class DonorClient:
         self.member, self.name = member, member.island
         self.description: Description | None = None
         self.cause = "no answer"
-        """Why the last request failed."""
+        """The reason why the last request failed."""
         self.suspended_until = float("-inf")
         self._messenger, self._space = messenger, space
         self._carriers: list[int] = []
@@ -54,13 +56,14 @@ class DonorClient:
 
     @property
     def round(self) -> int:
-        """Newest round that the donor has described, or -1."""
+        """The newest round that the donor has described, or -1."""
         return -1 if self.description is None else self.description.position.round
 
     def suspend(self, error: TransportError) -> None:
-        """Do not ask the donor for SUSPENDED_SECONDS. While it is suspended, further errors are ignored."""
+        """Stop asking the donor for SUSPENDED_SECONDS. While it is suspended, further errors are
+        ignored."""
         if self.is_usable:
-            log.warning("no more state from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
+            log.warning("no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
             self.suspended_until, self.cause = loop_time() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
@@ -85,7 +88,9 @@ class DonorClient:
                 try:
                     check_carriers(description.carriers, len(self._space.parts), len(self.member.control_addresses))
                 except MessageError as error:
-                    raise MessageError(f"island {self.name!r} describes its state wrongly: {error}") from None
+                    raise MessageError(
+                        f"island {self.name!r} sends a wrong description of its state: {error}"
+                    ) from None
                 self._carriers, self.description = list(unpack_carriers(description.carriers)), description
 
     async def request(
@@ -93,7 +98,8 @@ class DonorClient:
     ) -> tuple[bytes, bytes]:
         """Make a request and return (status, body) of the reply. Raises TransportError.
 
-        The time limit is the measured one of `deadlines` for requests of this kind, or `patience()` if that is longer.
+        The time limit is measured by `deadlines` for requests of this kind, or is `patience()` if
+        that is longer.
         """
         kind = "part" if isinstance(request, PartRequest) else "mean"
         if not 0 <= request.part < len(self._carriers):
@@ -123,17 +129,20 @@ class DonorClient:
         return status, content
 
     def _longest(self, request: PartRequest | MeanRequest) -> int:
-        """An upper limit for the reply in bytes: params and momentum in fp32 are the longest that a part can be."""
+        """Return an upper limit for the reply in bytes: params and momentum in fp32 are the
+        longest form of a part."""
         return 2 * state_bytes(self._space.parts[request.part].num_elements, has_momentum=True) + MAX_EXTRA_BYTES
 
     async def _check_life(self) -> None:
-        """Raise TransportError if nothing was heard of the donor for QUIET_SECONDS and it does not answer now."""
+        """Raise TransportError if no reply came from the donor for QUIET_SECONDS and it does not
+        answer a probe now."""
         async with self._probe_lock:
             if loop_time() - self._heard_at > QUIET_SECONDS:
                 await self.describe(None, PROBE_SECONDS)
 
     async def release(self, worker: int | None = None) -> None:
-        """Tell the donor's ranks that the worker, or any worker for None, needs nothing more for now."""
+        """Notify the donor's ranks that the worker, or any worker for None, needs nothing more
+        for now."""
         body = ReleaseRequest(worker=worker).encode()
         addresses = [self.member.control_addresses[rank] for rank in sorted(set(self._carriers))]
         calls = (self._messenger.call(a, "taken", body, timeout_seconds=RELEASE_SECONDS) for a in addresses)
@@ -148,13 +157,15 @@ async def find_description(
     wait_seconds: float = DESCRIBE_SECONDS,
     check: Callable[[Description], None] = lambda description: None,
 ) -> Description:
-    """The first description of a round that a donor sends, of a state with the `digest` (of all ranks' parts) if given.
+    """Return the first description of a round that a donor sends, of a state with `digest` (of all
+    ranks' parts) if given.
 
-    `check` raises MessageError for a description that must not be believed.
+    `check` raises MessageError for a description that must not be accepted.
 
-    Donors that do not describe the round are asked again for `wait_seconds`, because a donor's leader describes a round
-    a moment after its ranks have reached it. Raises TransportError if no donor describes the round, at once if all are
-    lost, and MessageError if all descriptions have another digest or must not be believed.
+    Donors that do not describe the round are asked again for `wait_seconds`, because a donor's
+    leader describes a round slightly after its ranks have reached it. Raises TransportError if no
+    donor describes the round, at once if all are lost, and MessageError if all descriptions have
+    another digest or must not be accepted.
     """
     causes: list[str] = []
     attempt = partial(_find_first_description, donors, round_number, digest, causes, check)
@@ -172,7 +183,7 @@ async def _find_first_description(
     causes: list[str],
     check: Callable[[Description], None],
 ) -> Description | None:
-    """One attempt of `find_description`. `causes` is filled with the donors' errors."""
+    """Make one attempt of `find_description`. `causes` is filled with the donors' errors."""
     causes.clear()
     differing: list[str] = []
     lost: list[str] = []
@@ -193,7 +204,7 @@ async def _find_first_description(
         ours = None if digest is None else state_digest(digest, answer.position.ledger.text)
         if ours in (None, answer.digest):
             return answer
-        differing.append(f"{donor.name} says {answer.digest}, here it is {ours}")
+        differing.append(f"{donor.name} reports {answer.digest}, here it is {ours}")
         return None
 
     answers = [asyncio.create_task(ask(donor)) for donor in donors]
@@ -207,5 +218,5 @@ async def _find_first_description(
     if len(lost) == len(donors):
         raise TransportError(f"no island answers: {list_some(causes)}")
     if differing:
-        raise MessageError(f"the state taken is not that of round {round_number}: {list_some(differing)}")
+        raise MessageError(f"the state taken is not the state of round {round_number}: {list_some(differing)}")
     return None

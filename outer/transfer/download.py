@@ -1,4 +1,4 @@
-"""The receiving side of a state transfer: one rank's parts, from several donors at once, while rounds go on.
+"""The receiving side of a state transfer: one rank's parts, from several donors at once, while rounds continue.
 
     run(at_least)             fetch every part at round `at_least` or later; parts arrive at different rounds
     catch_up(target)          bring all parts to one round by the means that they lack
@@ -31,7 +31,8 @@ LOG_SECONDS, TELL_SECONDS = 10.0, 2.0
 
 
 class Download:
-    """Download of one rank. Its methods run on the messenger's event loop, one at a time."""
+    """The download of one rank's parts. Its methods run on the messenger's event loop, one at a
+    time."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class Download:
         on_first_part: Callable[[int], None] = lambda round_number: None,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """See `PartFetcher` for `on_first_part`. `on_progress` gets a line every TELL_SECONDS, on the event loop."""
+        """Create a download. See `PartFetcher` for `on_first_part`. `on_progress` gets a line of
+        text every TELL_SECONDS, on the event loop."""
         self._on_progress = on_progress
         self._messenger, self._plan, self._cache = messenger, plan, cache
         self.fetcher = PartFetcher(plan, cache, on_first_part)
@@ -64,9 +66,11 @@ class Download:
         return max((state.round for state in self.parts.values()), default=at_least)
 
     async def catch_up(self, target: int) -> int:
-        """Bring all parts to one round and return it: `target`, or a later one if a part had to be fetched again.
+        """Bring all parts to one round and return it: `target`, or a later one if a part had to be
+        fetched again.
 
-        The ranks of an island call it with the highest of their rounds until all return that. Raises like `run`.
+        The ranks of an island call it with the highest of their rounds until all return this round.
+        Raises like `run`.
         """
         while (newest := await self.run(target)) > target:
             target = newest
@@ -78,13 +82,15 @@ class Download:
         digest: str | None = None,
         check: Callable[[Description], None] = lambda description: None,
     ) -> Description:
-        """See `find_description`. After a MessageError about the digest call `discard` on every rank."""
+        """Return a donor's description of a round. See `find_description`. After a MessageError
+        about the digest call `discard` on every rank."""
         return await find_description(self._donors, round_number, digest, check=check)
 
     async def find_history(self, round_number: int) -> tuple[str | None, int]:
-        """(digest of an earlier round, the donors' newest round).
+        """Return (digest of an earlier round, the donors' newest round).
 
-        (None, 0) if no donor remembers that round, as after its start from a checkpoint.
+        Returns (None, 0) if no donor remembers that round, for example after the donor resumed from
+        a checkpoint.
         """
         try:
             earlier = await find_description(self._donors, round_number, wait_seconds=0.0)
@@ -94,7 +100,7 @@ class Download:
         return earlier.digest, newest.position.round
 
     def digests(self) -> dict[int, bytes]:
-        """Digest of each part that has arrived, like `GlobalState.digests`."""
+        """Return the digest of each part that has arrived, like `GlobalState.digests`."""
         return {i: state.digest for i, state in self.parts.items()}
 
     def discard(self) -> None:
@@ -106,7 +112,8 @@ class Download:
     # -- the queue and its workers --------------------------------------------------------------------------
     async def _fetch_all(self, target: int) -> None:
         rounds = {part: self.parts[part].round if part in self.parts else target for part in self._plan.parts}
-        # The oldest parts come first, because donors drop their means soonest. Missing parts are not urgent.
+        # The parts of the oldest rounds come first, because donors drop their means soonest.
+        # Missing parts are less urgent.
         wanted = sorted((p for p in rounds if p not in self.parts or rounds[p] < target), key=rounds.__getitem__)
         if not wanted:
             return
@@ -153,7 +160,8 @@ class Download:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _watch(self, done: "asyncio.Task[None]", workers: "list[asyncio.Task[None]]") -> None:
-        """Wait until `done`. Raises the error of a worker, and TransportError if no part has arrived for too long."""
+        """Wait until `done` has ended. Raises the error of a worker, and TransportError if no
+        part has arrived for too long."""
         started = logged_at = told_at = self.fetcher.arrived_at = loop_time()
         bytes_before = self.fetcher.bytes_received
         while not done.done():
@@ -164,7 +172,7 @@ class Download:
             now = loop_time()
             quiet = now - self.fetcher.arrived_at
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
-                raise TransportError(f"no part of the state has come for {quiet:.0f} s: {self._causes()}")
+                raise TransportError(f"no part of the state has arrived for {quiet:.0f} s: {self._causes()}")
             if now - told_at > TELL_SECONDS:
                 told_at, rate = now, (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
                 donors = ", ".join(donor.name for donor in self._donors if donor.is_usable)
@@ -175,7 +183,8 @@ class Download:
                     log.info("downloading the state: %s", text)
 
     async def _read_cache(self) -> None:
-        """Load the parts that an earlier process of this rank has downloaded. Does so only once."""
+        """Load the parts that an earlier process of this rank has downloaded. Further calls do
+        nothing."""
         if self._cache is None or self._has_read_cache:
             return
         newest = (await self.describe(None)).position.round
@@ -214,5 +223,6 @@ class Download:
         return list_some([f"{donor.name}: {donor.cause}" for donor in self._donors])
 
     def _patience(self, donor: DonorClient) -> float:
-        """Shortest deadline of a call in seconds. Only the last usable donor may be slower than the measured limit."""
+        """Return the shortest deadline of a call in seconds. Only the last usable donor may be
+        slower than the measured limit."""
         return 0.0 if any(d.is_usable for d in self._donors if d is not donor) else PART_SECONDS

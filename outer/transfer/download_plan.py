@@ -1,4 +1,5 @@
-"""Which parts of a state a rank downloads, and how the means of later rounds change them."""
+"""The parts of a state that a rank downloads, and the changes that the means of later rounds
+make to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from outer.space.layout import Space
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """Parts that this rank downloads, and the codec and optimizer that bring a part to a later round."""
+    """The parts that this rank downloads, and the codec and optimizer that bring a part to a
+    later round."""
 
     space: Space
     parts: Sequence[int]
@@ -20,15 +22,17 @@ class DownloadPlan:
     """Number of pushes after which Delayed Nesterov moves the momentum."""
 
     def changes(self, part: int, round_number: int) -> bool:
-        """Whether the round changes the part, because it sends the part's group."""
+        """Return whether the round changes the part, because it sends the part's group."""
         return self.space.sends(round_number, self.space.parts[part].part_group)
 
     def mean_bytes(self, part: int, first: int, stop: int) -> int:
-        """Size of the encoded means that lead the part from round `first` to round `stop`, in bytes."""
+        """Return the size in bytes of the encoded means that lead the part from round `first` to
+        round `stop`."""
         bounds = self.space.parts[part]
         count = sum(self.changes(part, number) for number in range(first, stop))
         return count * self.coding.mean_codec_for(bounds).num_bytes(bounds.num_elements)
 
     def optimizer_for(self, part: int) -> OuterOptimizerConfig | None:
-        """Config of the optimizer that applies a mean to the part. None for moments, which the mean replaces."""
+        """Return the config of the optimizer that applies a mean to the part. None for moments,
+        which the mean replaces."""
         return None if self.space.parts[part].is_moment else self.optimizer

@@ -24,23 +24,26 @@ class PartFetcher:
         cache: PartsCache | None = None,
         on_first_part: Callable[[int], None] = lambda round_number: None,
     ) -> None:
-        """`on_first_part` is called with the round of the first part, once it has arrived and the cache has it."""
+        """Create a fetcher. `on_first_part` is called with the round of the first part, once it
+        has arrived and is in the cache."""
         self.parts: dict[int, PartState] = {}
         """Parts that have arrived, by index."""
         self.bytes_received = 0
-        """Size of all replies with parts or means."""
+        """Bytes of all replies with parts or means."""
         self.arrived_at = 0.0
         """Time of the last progress, on the event loop's clock."""
         self.deadlines = Deadlines(PART_SECONDS)
         self._plan, self._cache, self._on_first_part = plan, cache, on_first_part
         self.tokens: dict[int, int] = {}
-        """Committed tokens by round. A donor with another number belongs to another history."""
+        """Number of committed tokens by round. A donor that reports another number belongs to
+        another history."""
         self._has_begun = False
 
     async def fetch(
         self, donor: DonorClient, worker: int, part: int, target: int, patience: Callable[[], float]
     ) -> bool:
-        """Bring the part to round `target` or a later one. Returns False if the donor is busy or behind.
+        """Bring the part to round `target` or a later one. Return False if the donor is busy or
+        behind.
 
         Raises TransportError. See `DonorClient.request` for `patience`.
         """
@@ -71,7 +74,7 @@ class PartFetcher:
     def check_history(self, round_number: int, tokens: int) -> None:
         """Raise MessageError if another donor has reported a different number of tokens for this round."""
         if (known := self.tokens.setdefault(round_number, tokens)) != tokens:
-            cause = f"{tokens} tokens behind round {round_number}, {known} elsewhere"
+            cause = f"{tokens} tokens at round {round_number}, but {known} from another donor"
             raise MessageError(f"it is of another history: {cause}")
 
     async def _receive_part(self, donor: DonorClient, part: int, body: bytes, target: int) -> None:
@@ -81,7 +84,7 @@ class PartFetcher:
             raise MessageError(f"it sent part {part} of round {position.round}, asked for {target} or later")
         if position.round > donor.round + 1:
             await donor.update_description(is_forced=True)
-        # A rank may have committed a moment before its leader describes the round.
+        # A rank may have committed slightly before its leader describes the round.
         if position.round > donor.round + 1:
             raise MessageError(f"it sent part {part} of round {position.round}, but is in round {donor.round}")
         self.check_history(position.round, position.tokens)

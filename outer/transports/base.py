@@ -11,8 +11,8 @@ from outer.network.endpoints import Endpoint, Tag, Traffic
 class Transport(Protocol):
     """Moves payloads (1-D uint8 CPU tensors). All methods run on the one event loop that owns the transport.
 
-    The caller bounds every wait (asyncio.timeout). It may cancel a send or recv at any time, and may then call only
-    `disconnect` and `close`.
+    The caller limits every wait (asyncio.timeout). It may cancel a send or recv at any time, and
+    may then call only `disconnect` and `close`.
 
     >>> import asyncio
     >>> from outer.network.endpoints import Leg
@@ -32,9 +32,11 @@ class Transport(Protocol):
 
     traffic: Traffic
     max_payload_bytes: int
-    """The longest payload that is waited for. Its owner sets it before `connect`; a longer one is not read."""
+    """Longest payload that is accepted, in bytes. The owner sets it before `connect`; a longer
+    payload is not read."""
     is_uneven: bool
-    """Whether the connections of a group come to share a slow link unevenly. New ones share it evenly."""
+    """Whether the connections of a group may come to share a slow link unevenly. New connections
+    share it evenly."""
 
     @property
     def address(self) -> str:

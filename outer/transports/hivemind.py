@@ -10,10 +10,12 @@ from outer.transports.hivemind_daemon import Daemon, stream_name
 from outer.transports.streams import StreamTransport
 
 MAX_STREAMS = 16
-"""Number of an endpoint's streams in each direction, shared by the group (at least one for each other endpoint).
+"""Number of an endpoint's streams in each direction, divided among the group (at least one per
+other endpoint).
 
-libp2p allows a quarter of a megabyte in flight per stream, and its window updates share a connection with the payloads
-of the other direction, so one stream does not fill a link."""
+libp2p allows a quarter of a megabyte in flight per stream, and its window updates share a
+connection with the payloads of the other direction, so one stream does not fill a link.
+"""
 
 
 class HivemindTransport(StreamTransport):
@@ -35,7 +37,7 @@ class HivemindTransport(StreamTransport):
         return stream.peer_ids.other
 
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
-        # All endpoints see the same addresses, so they compute the same number of streams.
+        # All endpoints have the same addresses, so they compute the same number of streams.
         number = max(MAX_STREAMS // num_endpoints, 1)
         return number, number, number
 
@@ -46,7 +48,8 @@ class HivemindTransport(StreamTransport):
 
     async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = self._stream(reader, writer, peer_id)
-        # Another island's stream must not wait behind those of a stranger, who may have many peer ids.
+        # Another island's stream must not wait behind the streams of a stranger, who may have many
+        # peer ids.
         await self._serve(self._guests.enter(peer_id, stream.close), stream)
 
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> FrameStream:

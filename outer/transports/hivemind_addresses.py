@@ -38,7 +38,7 @@ def parse_address(text: str) -> PeerAddress:
         peer_id, _, rank = endpoint.partition(":")
         maddrs = tuple(str(Multiaddr(m)) for m in joined.split(";")[:MAX_PEER_ADDRESSES] if m)
         key = PeerID.from_base58(peer_id)
-        raw = key.to_bytes()  # a multihash: its kind, its length, and that many bytes
+        raw = key.to_bytes()  # a multihash: its kind, its length, and its bytes
         if not 32 <= len(raw) <= 64 or raw[1] != len(raw) - 2:
             raise ValueError("not a peer id")
         for maddr in maddrs:
@@ -54,7 +54,7 @@ def check_bootstrap(bootstrap: Sequence[str]) -> None:
     for address in bootstrap:
         if "/p2p/" not in address:
             raise InputError(
-                f"island.bootstrap: got {address!r}, which names no peer; take the whole line that "
+                f"island.bootstrap: got {address!r}, which has no peer id; use the whole line that "
                 "`diloco bootstrap` prints: /ip4/HOST/tcp/PORT/p2p/PEER_ID"
             )
 
@@ -70,9 +70,10 @@ def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
 
 
 def find_taken(addresses: Sequence[str]) -> str | None:
-    """The first of these multiaddresses to listen on at which another process listens already.
+    """Return the first of these multiaddresses at which another process listens already, or None.
 
-    libp2p would share the port with it: whoever dials it then reaches one of the two by chance.
+    libp2p would share the port with that process, and a dialer would reach one of the two by
+    chance.
     """
     for address in addresses:
         _, _, host, protocol, port, *_ = [*address.split("/"), "", ""]
@@ -82,7 +83,7 @@ def find_taken(addresses: Sequence[str]) -> str | None:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Other problems than another listener are left for libp2p to report."""
+    """Return whether another process listens there. libp2p reports all other problems itself."""
     with suppress(OSError):
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -103,7 +104,8 @@ def make_multiaddress(host: str, port: int) -> str:
 
 
 def host_of(maddr: str) -> str:
-    """The host that a multiaddress begins with: of a route by a relay, the relay's."""
+    """Return the host at the beginning of a multiaddress. For a route through a relay this is
+    the relay's host."""
     _, _, host, *_ = [*maddr.split("/"), "", ""]
     return host
 
@@ -111,7 +113,8 @@ def host_of(maddr: str) -> str:
 def choose_multiaddresses(
     listen_host: str, listen_port: int, announce_host: str | None
 ) -> tuple[list[str], list[str] | None]:
-    """The multiaddresses to listen on, and those to announce if they differ. Raises InputError."""
+    """Return the multiaddresses to listen on, and those to announce if they differ. Raises
+    InputError."""
     listen = [make_multiaddress(listen_host, listen_port)]
     if announce_host is None:
         return listen, None
@@ -125,9 +128,10 @@ def is_local(host_maddrs: Sequence[str]) -> bool:
 
 
 def to_dialable(maddr: str) -> Multiaddr:
-    """Convert an address to the form that the daemon dials: without the peer itself, with a relay's id as plain bytes.
+    """Convert an address to the form that the daemon dials: without the peer's own id, and with a
+    relay's id as plain bytes.
 
-    hivemind's Multiaddr writes ids as CIDs, which the daemon does not read in binary addresses.
+    hivemind's Multiaddr writes ids as CIDs, which the daemon cannot read in binary addresses.
     """
     if "/p2p-circuit" not in maddr:
         return Multiaddr(maddr.partition("/p2p/")[0])

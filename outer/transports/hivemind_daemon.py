@@ -1,6 +1,8 @@
-"""The libp2p daemon of an island's node: one process, which the node's first rank starts and its others attach to.
+"""The libp2p daemon of an island's node: one process. The node's first rank starts it, and the
+other ranks attach to it.
 
-The daemon stops when idle, so it ends within seconds after the node's last rank, however that rank ended.
+The daemon stops when idle, so it ends within seconds after the node's last rank, in whatever way
+that rank ended.
 """
 
 import asyncio
@@ -39,17 +41,18 @@ from outer.transports.hivemind_sockets import named_p2p, next_prefix, remove_dea
 
 IDLE_SECONDS = 3
 PORT_SECONDS = 2.0 * IDLE_SECONDS
-"""How long to wait for a port, on which the daemon of this island's last process may still listen."""
+"""Longest wait for a port on which the daemon of this island's last process may still listen."""
 START_SECONDS = 5.0
-"""Least time for a daemon to start, even if the wait for its peers is shorter."""
+"""A daemon has at least this time to start, even if the wait for its peers is shorter."""
 RETRY_SECONDS = 1.0
 GOODBYE_SECONDS = 2.0
-"""How long a process may take to close a daemon that has ended, because a signal was sent to both of them."""
+"""Longest time to close a daemon that has ended because a signal was sent to it and this
+process."""
 NOT_ALLOWED = "its peer id is not in island.allow, or banned"
 
 RelayMode = Literal["off", "client", "server"]
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves one incoming stream, given the peer id that libp2p has authenticated."""
+"""Function that serves one incoming stream, given the peer id that libp2p has authenticated."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,14 @@ class DaemonSettings:
     relay: RelayMode = "off"
     auth: PeerAuth = field(default_factory=PeerAuth)
     rank: int = 0
-    """The rank that starts it."""
+    """The rank that starts the daemon."""
 
 
 class Daemon:
     """A rank's client of its node's libp2p daemon."""
 
     def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str], auth: PeerAuth) -> None:
-        assert p2p.peer_id is not None, "the daemon has not told its peer id"
+        assert p2p.peer_id is not None, "the daemon has not reported its peer id"
         self.p2p, self.auth = p2p, auth
         self.peer_id = p2p.peer_id.to_base58()
         self.maddrs = tuple(maddrs)
@@ -99,7 +102,8 @@ class Daemon:
         await self.p2p.add_binary_stream_handler(name, handle)
 
     async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a stream to the peer's handler `name`. The caller bounds the time. Raises PeerLost."""
+        """Open a stream to the peer's handler `name`. The caller limits the time. Raises
+        PeerLost."""
         if not self.auth.access.may_connect(address.peer_id):
             self.auth.rejections.add(address.peer_id, "peer", NOT_ALLOWED)
             raise PeerLost(address.peer_id, NOT_ALLOWED)
@@ -113,18 +117,21 @@ class Daemon:
         return reader, writer
 
     async def dial(self, address: PeerAddress) -> None:
-        """Connect the daemon to a peer, unless it is connected. The caller bounds the time. Raises P2PDaemonError."""
+        """Connect the daemon to a peer, unless it is connected. The caller limits the time.
+        Raises P2PDaemonError."""
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
         await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
 
     async def hosts_of(self, peer_id: str) -> Collection[str]:
-        """The hosts at the other ends of the connections with a peer: that of the relay, if one carries them."""
+        """Return the hosts at the other ends of the connections with a peer. For a relayed
+        connection this is the relay's host."""
         connected = await self.p2p.list_peers()
         maddrs = [str(maddr) for peer in connected if peer.peer_id.to_base58() == peer_id for maddr in peer.addrs]
         return {host_of(maddr) for maddr in maddrs}
 
     async def wait_for_loss(self) -> str:
-        """Wait until the daemon ends, and return how, or "" if it was closed. On the rank that started it."""
+        """Wait until the daemon ends, and return how, or "" if it was closed. Only on the rank
+        that started it."""
         child = cast("asyncio.subprocess.Process | None", self.p2p._child)
         assert child is not None, "another rank has started the daemon"
         status = await child.wait()
@@ -145,7 +152,7 @@ class Daemon:
         except TimeoutError:
             if self.p2p._child is not None:
                 self.p2p._child.kill()
-        remove_dead_sockets()  # Removes the sockets of dead daemons: perhaps no other process starts here.
+        remove_dead_sockets()  # Also of other daemons that are dead, because perhaps no other process starts here.
 
 
 async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon:
@@ -163,7 +170,8 @@ async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon
 
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
-    """Start a daemon that is connected to its swarm. Raises InputError when it does not start or no peer answers."""
+    """Start a daemon and connect it to its swarm. Raises InputError when it does not start or no
+    peer answers."""
     silence_libraries()
     remove_dead_sockets()
     check_settings(settings)
@@ -186,14 +194,15 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
     if p2p is None:
         raise UnreachableError(unreachable_message(settings.bootstrap, time.monotonic() - started, cause))
     maddrs = [str(m) for m in await p2p.get_visible_maddrs()]
-    if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all of them
+    if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all
         peer = maddrs[0].rpartition("/p2p/")[2]
         maddrs += [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap]
     return Daemon(p2p, settings.rank, maddrs, settings.auth)
 
 
 async def _wait_for_port(host_maddrs: Sequence[str]) -> None:
-    """Wait for a moment until nobody else listens at these addresses. Raises InputError if somebody still does."""
+    """Wait for a short time until no other process listens at these addresses. Raises InputError
+    if one still does."""
 
     async def is_free() -> bool:
         return find_taken(host_maddrs) is None
@@ -219,7 +228,8 @@ async def _create_named(prefix: str, settings: DaemonSettings, seconds_left: flo
         identity_path=str(settings.identity_path) if settings.identity_path else None,
         idle_timeout=IDLE_SECONDS,
         startup_timeout=max(seconds_left, START_SECONDS),
-        # It looks for a router over UDP on all addresses, where anybody may answer, so it must be asked for.
+        # With this option the daemon looks for a router over UDP on all addresses, where any host
+        # may answer. So it must be requested.
         nat_port_map=settings.relay == "client",
         check_if_identity_free=False,
         **_relay_options(settings),
@@ -228,7 +238,7 @@ async def _create_named(prefix: str, settings: DaemonSettings, seconds_left: flo
 
 def _relay_options(settings: DaemonSettings) -> dict[str, Any]:
     """Options of P2P.create for NAT. Dialling through relays is always on, because other peers may be behind one."""
-    if settings.relay == "server":  # a daemon relays only if it believes that it is reachable
+    if settings.relay == "server":  # a daemon relays only if it assumes that it is reachable
         return {"force_reachability": "public", "auto_nat": True}
     if settings.relay == "client":
         relays = list(settings.bootstrap)

@@ -1,7 +1,9 @@
-"""Files of the sockets by which a rank and its libp2p daemon talk, and the removal of those whose rank is dead.
+"""Files of the sockets between a rank and its libp2p daemon, and the removal of files whose rank is
+dead.
 
-They are in the folder for temporary files. A process that is killed leaves its own behind, so their names say whose
-they are: diloco-PID-N-p2pd-....sock is that of the N-th daemon of process PID, diloco-PID-N-p2pclient-....sock its own.
+They are in the folder for temporary files. A process that is killed leaves its files behind, so
+their names identify their owner: diloco-PID-N-p2pd-....sock belongs to the N-th daemon of process
+PID, diloco-PID-N-p2pclient-....sock to PID itself.
 """
 
 import itertools
@@ -15,24 +17,25 @@ from pathlib import Path
 from hivemind.p2p import P2P
 
 LONGEST_FOLDER = 50
-"""The path of a socket has 107 bytes at most."""
+"""Longest path of the folder. The path of a socket may have at most 107 bytes."""
 NAME = re.compile(r"diloco-(\d+)-\d+-p2p(d|client)-.*\.sock")
 _numbers = itertools.count()
 
 
 def socket_folder() -> Path:
-    """The folder for temporary files (TMPDIR), or /tmp if its path is too long for sockets."""
+    """Return the folder for temporary files (TMPDIR), or /tmp if its path is too long for
+    sockets."""
     folder = tempfile.gettempdir()
     return Path(folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp")
 
 
 def next_prefix() -> str:
-    """What the names of the sockets of this process's next daemon begin with."""
+    """Return the prefix of the names of the sockets of this process's next daemon."""
     return f"diloco-{os.getpid()}-{next(_numbers)}-"
 
 
 def named_p2p(prefix: str) -> type[P2P]:
-    """hivemind's P2P, whose sockets have names that begin with `prefix`."""
+    """Return hivemind's P2P with socket names that begin with `prefix`."""
     return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{socket_folder()}/{prefix}"})
 
 
@@ -47,13 +50,15 @@ def remove_dead_sockets() -> None:
     for path in socket_folder().glob("diloco-*.sock"):
         owner = NAME.fullmatch(path.name)
         with suppress(OSError):
-            # A daemon lives on for seconds after its rank. One that starts is not there for others, but its rank lives.
+            # A daemon lives for some seconds after its rank. A daemon that is starting does not
+            # answer yet, but its rank is alive.
             if owner and not is_alive(int(owner[1])) and path.stat().st_uid == os.getuid() and not answers(path):
                 path.unlink()
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process with this number runs. One that has ended may still be listed: not every container reaps."""
+    """Return whether a process with this id runs. An ended process may still be listed, because
+    not every container reaps."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -64,7 +69,7 @@ def is_alive(pid: int) -> bool:
 
 
 def answers(path: Path) -> bool:
-    """Whether something listens on the socket."""
+    """Return whether a process listens on the socket."""
     with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
         probe.settimeout(1.0)
         probe.connect(str(path))

@@ -21,7 +21,7 @@ from outer.transports.mailbox import Mailbox
 
 @dataclass(frozen=True)
 class Parcel:
-    """What is delivered from one island to another: a payload, a call, or the reply to a call."""
+    """A payload, a call, or the reply to a call that is delivered from one island to another."""
 
     source: str
     to: str
@@ -30,17 +30,19 @@ class Parcel:
     num_bytes: int
     lane: Lane
     tag: Tag | None = None
-    """Of a payload."""
+    """The tag, if the parcel is a payload."""
     status: bytes = b""
-    """First line of a donor's reply, if the parcel is one."""
+    """The first line of the reply, if the parcel is a donor's reply."""
 
 
 DeliverySchedule = Callable[[Parcel, Callable[[], None]], None]
-"""Called with a parcel and a function that delivers it, which it may call at once, later, or in another order."""
+"""Function called with a parcel and a function that delivers it, at once, later, or in another
+order."""
 
 
 LossListener = Callable[[str], None]
-"""Called on any thread with the name of an island, which may be the listener's, whose connections have broken."""
+"""Function called on any thread with the name of an island whose connections have broken. It may
+be the listener's own."""
 
 
 class Hub:
@@ -55,9 +57,9 @@ class Hub:
         self.records: dict[str, dict[str, str]] = defaultdict(dict)
         """Members as JSON, by run and island."""
         self.num_changes = 0
-        """Changes of the records so far. Whoever changes one counts it."""
+        """Number of changes of the records so far. Code that changes a record must count it."""
         self.parsed: dict[str, Any] = {}
-        """What outer.membership.loopback has parsed of the records, by run."""
+        """Parsed records of outer.membership.loopback, by run."""
         self.configs: dict[str, str] = {}
         self._keys: dict[str, dict[str, str]] = defaultdict(dict)
         self._names: dict[str, list[KnownNames]] = defaultdict(list)
@@ -65,7 +67,8 @@ class Hub:
         self._lost: set[str] = set()
 
     def introduce(self, run_id: str, island: str, key: str, names: KnownNames) -> None:
-        """Tell the islands of a run each other's public keys. Threads of one process need not prove them."""
+        """Exchange public keys between the islands of a run. Threads of one process need not
+        prove them."""
         with self.lock:
             keys, known = self._keys[run_id], self._names[run_id]
             keys[island] = key
@@ -121,7 +124,7 @@ class LoopbackTransport:
         self._epoch = ""
         self._others: list[Endpoint] = []
         self._ranks_of: dict[str, tuple[Endpoint, ...]] = {}
-        """The ranks of each of the other islands, which are next to each other in `_others`."""
+        """The ranks of each other island, which are adjacent in `_others`."""
         self._mailbox = Mailbox([])
         self._changed = ChangeSignal()
         hub.add_listener(self._on_lost)
@@ -184,7 +187,7 @@ class LoopbackTransport:
 
     @property
     def _group(self) -> "dict[Endpoint, LoopbackTransport]":
-        """Transports that have joined this one's group."""
+        """The transports that have joined this one's group."""
         return self._hub.groups.get(self._epoch, {})
 
     def _joined(self) -> "list[LoopbackTransport]":
@@ -195,9 +198,7 @@ class LoopbackTransport:
         self._mailbox.raise_failure(self._others)
         with self._hub.lock:
             may_be_complete = len(self._group) > len(self._others)
-        return (
-            may_be_complete and not self._missing()
-        )  # Called whenever an island joins, so it usually finds some missing.
+        return may_be_complete and not self._missing()  # Called each time an island joins, so usually some are missing.
 
     def _missing(self) -> list[Endpoint]:
         with self._hub.lock:

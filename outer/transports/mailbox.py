@@ -1,4 +1,5 @@
-"""A mailbox for payloads that have arrived and have not been claimed. It is bounded, so that no peer fills memory."""
+"""A mailbox for payloads that have arrived and have not been claimed. It is limited, so that no
+peer fills memory."""
 
 import asyncio
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from outer.network.rejections import RefusedError
 MAX_UNCLAIMED_BYTES = 1 << 28
 """Limit per source. Beyond it the source's stream is not read until a payload is claimed."""
 ENTRY_BYTES = 1 << 10
-"""What the memory for one payload is counted as besides its bytes: a peer may send any number without any."""
+"""Memory that is counted per payload besides its bytes, because a peer may send any number of
+empty payloads."""
 
 Key = tuple[Endpoint, Tag]
 
@@ -82,7 +84,7 @@ class Mailbox:
             self.fail(source, PeerLost(source.island, cause))
 
     def failure_of(self, source: Endpoint) -> TransportError | None:
-        """The error of a failed source, as a new exception, or None."""
+        """Return the error of a failed source, as a new exception, or None."""
         error = self._failures.get(source)
         return error and _copy_error(error)
 

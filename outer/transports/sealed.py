@@ -1,4 +1,5 @@
-"""A transport that authenticates payloads over another transport, whose connections cannot be authenticated (gloo)."""
+"""A transport that authenticates payloads over another transport (gloo) that does not
+authenticate its connections."""
 
 import asyncio
 import hashlib
@@ -19,9 +20,11 @@ THREAD_BYTES = 1 << 20
 
 
 class SealedTransport:
-    """A Transport that appends a MAC to every payload, over the run, the group, both endpoints, tag and payload.
+    """A Transport that appends a MAC to every payload, over the run, the group, both endpoints, tag
+    and payload.
 
-    Its key follows from the run key and from the island keys of both ends, so no other member can compute it.
+    The MAC's key is derived from the run key and the island keys of both ends, so no other member
+    can compute it.
     """
 
     def __init__(self, inner: Transport, auth: PeerAuth, run_id: str, me: Endpoint) -> None:
@@ -54,7 +57,8 @@ class SealedTransport:
         return payload
 
     async def _mac(self, other: Endpoint, ends: tuple[Endpoint, Endpoint], tag: Tag, payload: torch.Tensor) -> bytes:
-        """The MAC of a payload from `ends[0]` to `ends[1]`. `other` is the end that is not this one."""
+        """Return the MAC of a payload from `ends[0]` to `ends[1]`. `other` is the end that is
+        not this endpoint."""
         position = f"{tag.round} {tag.attempt} {tag.leg:d} {tag.part}"
         about = f"{self._epoch}\n{ends[0]}\n{ends[1]}\n{position}\n".encode()
         mac = hashlib.blake2b(about, key=self._key_with(other), digest_size=MAC_BYTES)
@@ -65,10 +69,11 @@ class SealedTransport:
         return mac.digest()
 
     def _key_with(self, other: Endpoint) -> bytes:
-        """The key shared with an island. Raises PeerLost if the owner of its name is not known, or has a weak key."""
+        """Return the key shared with an island. Raises PeerLost if the owner of its name is not
+        known, or has a weak key."""
         public = self._names.key_of(other.island)
         if public is None:
-            raise PeerLost(other.island, f"the key that the name {other.island!r} belongs to is not known here")
+            raise PeerLost(other.island, f"the key that owns the name {other.island!r} is not known here")
         if public not in self._keys:
             try:
                 secret = self._island.pair_secret(public)

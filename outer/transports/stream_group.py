@@ -1,8 +1,10 @@
-"""The streams of one epoch: whose they are, what has arrived on them, and who is lost.
+"""The streams of one epoch: their endpoints, the payloads that have arrived on them, and the
+endpoints that are lost.
 
-To an endpoint that several routes lead to, a stream that breaks is replaced by another one, if that works at once: a
-relay may be dead, and the endpoint alive. What was under way is sent again. So whoever receives on such a stream
-answers each payload with an ACK, and drops what it has had already.
+If several routes lead to an endpoint, a stream that breaks is replaced at once, if possible: a
+relay may be dead although the endpoint is alive. Payloads that were not acknowledged are sent
+again. So the receiver on such a stream answers each payload with an ACK, and drops payloads that it
+already has.
 """
 
 import asyncio
@@ -20,18 +22,19 @@ from outer.network.run_key import PeerAuth
 from outer.transports.mailbox import Mailbox
 
 REDIAL_SECONDS = 6.0
-"""A stream that broke has so long to be replaced. An endpoint that is gone refuses at once."""
+"""A broken stream must be replaced within this time. An endpoint that is gone refuses at once."""
 
 
 @dataclass(frozen=True)
 class Redial:
-    """The endpoints to which, and from which, a stream that breaks may be replaced."""
+    """Settings for replacing broken streams, both to other endpoints and from them."""
 
     outgoing: Collection[Endpoint] = ()
     is_incoming: bool = False
     """Whether others may replace their streams to this endpoint."""
     dial: Callable[[Endpoint], Awaitable[None]] | None = None
-    """Opens a stream to an endpoint and gives it to the group. Raises TransportError."""
+    """Function that opens a stream to an endpoint and adds it to the group. Raises
+    TransportError."""
 
 
 class StreamGroup:
@@ -48,7 +51,8 @@ class StreamGroup:
         most: int,
         redial: Redial | None = None,
     ) -> None:
-        """`identities`: what each endpoint must prove. `most`: limit of the streams that one of them may open."""
+        """Create a group. `identities`: the identity that each endpoint must prove. `most`:
+        limit of the streams that an endpoint may open."""
         self._max_payload_bytes = max_payload_bytes
         self.epoch, self._auth, self._rejections = epoch, auth, auth.rejections
         self.mailbox = Mailbox(identities)
@@ -60,16 +64,18 @@ class StreamGroup:
         self._ending: list[Stream] = []
         self.redial = redial or Redial()
         self._unanswered: dict[tuple[Endpoint, Tag], tuple[Stream, asyncio.Future[bool]]] = {}
-        """What awaits its ACK, the stream on which it was sent, and whether it has come before the stream broke."""
+        """Payloads that await an ACK: the stream on which each was sent, and a future of whether
+        the ACK came before the stream broke."""
         self._had: dict[Endpoint, set[Tag]] = {e: set() for e in identities}
-        """What has come in this round and the one before, on streams that others may replace."""
-        self._newest: dict[Endpoint, int] = {}  # round of what has come
+        """Payloads that have arrived in this round and the one before, on streams that others
+        may replace."""
+        self._newest: dict[Endpoint, int] = {}  # the newest round of arrived payloads
         self._mending = Tasks()
         self._changed = ChangeSignal()
         self._is_closed = False
 
     def missing(self) -> list[Endpoint]:
-        """The endpoints that have not dialled this one, or that it has not reached."""
+        """Return the endpoints that have not dialled this one, or that it has not reached."""
         dialled = {e for e, streams in self.outgoing.items() if len(streams) >= self._to_dial}
         return [e for e in self._identities if e not in dialled or len(self._incoming[e]) < self._to_await]
 
@@ -77,25 +83,27 @@ class StreamGroup:
         await self._changed.wait_until(self._has_all_incoming)
 
     def _has_all_incoming(self) -> bool:
-        """Whether every endpoint has dialled this one. Raises the error of an endpoint that fails."""
+        """Return whether every endpoint has dialled this one. Raises the error of an endpoint
+        that fails."""
         if all(len(streams) >= self._to_await for streams in self._incoming.values()):
             return True
         self.mailbox.raise_failure(self._identities)
         return False
 
     def check_identity(self, other: Endpoint, proved: str) -> None:
-        """Raise MessageError unless `proved` is what the endpoint's address says that it is."""
+        """Raise MessageError unless `proved` is the identity in the endpoint's address."""
         if self._identities.get(other) != proved:
             raise RefusedError("name", f"a stream from peer {proved}, which is not {other} of this group")
 
     def check_source(self, source: Endpoint, proved: str) -> None:
-        """Raise MessageError unless the stream is of an endpoint of the group, which may open one more."""
+        """Raise MessageError unless the stream belongs to an endpoint of the group that may open
+        one more."""
         self.check_identity(source, proved)
         if len(self._incoming[source]) >= self._most:
             raise RefusedError("streams", f"more than {self._most} streams from {source}")
 
     def add_outgoing(self, other: Endpoint, stream: Stream) -> None:
-        """Keep a dialled stream. The other side sends nothing on it and only ends it."""
+        """Keep a dialled stream. The other side sends no payloads on it and can only end it."""
         if self._is_closed:
             stream.close()
             return
@@ -104,7 +112,8 @@ class StreamGroup:
         self._watching[stream] = asyncio.create_task(self._watch(other, stream))
 
     async def deliver(self, other: Endpoint, header: Header, payload: memoryview) -> None:
-        """Send a payload until the endpoint has it, on another stream if one breaks. Raises TransportError."""
+        """Send a payload until the endpoint has acknowledged it, on another stream if one
+        breaks. Raises TransportError."""
         key, has_come = (other, header.tag), False
         try:
             while not has_come:
@@ -124,15 +133,17 @@ class StreamGroup:
             self._unanswered.pop(key, None)
 
     async def take_idle(self, other: Endpoint) -> Stream:
-        """Wait for a stream to an endpoint that nobody sends on. Put it into `idle` again. Raises TransportError."""
+        """Wait for a stream to an endpoint on which no task sends. Put it into `idle` again
+        afterwards. Raises TransportError."""
         while (stream := await self.idle[other].get()) not in self.outgoing[other]:
             if error := self.mailbox.failure_of(other):
-                self.idle[other].put_nowait(stream)  # for the next one that waits
+                self.idle[other].put_nowait(stream)  # for the next task that waits
                 raise error
         return stream
 
     async def retire(self, other: Endpoint, stream: Stream) -> None:
-        """End a dialled stream when what is sent on it now has been sent. Another one must be there."""
+        """End a dialled stream when the payload that is being sent on it has been sent. Another
+        stream must exist."""
         self.outgoing[other].remove(stream)
         self._watching.pop(stream).cancel()
         self._ending.append(stream)
@@ -149,7 +160,7 @@ class StreamGroup:
             while not self._is_closed:
                 await self.mailbox.wait_for_space(source)
                 header, payload = await stream.read(self._max_payload_bytes)
-                check_access(stream, self._auth, source)  # it may have been banned meanwhile
+                check_access(stream, self._auth, source)  # it may have been banned since the stream opened
                 if header.kind is Kind.END:
                     self._incoming[source].remove(stream)
                     stream.close()
@@ -210,7 +221,8 @@ class StreamGroup:
             self._break(other, stream, error)
 
     def _break(self, other: Endpoint, stream: Stream, error: ConnectionError) -> None:
-        """A dialled stream has broken: replace it if that may work, otherwise give up on the endpoint."""
+        """Handle a dialled stream that has broken: replace it if possible, otherwise give up on
+        the endpoint."""
         lost = PeerLost(other.island, str(error))
         if other not in self.redial.outgoing or isinstance(error, ConnectionRefusedError) or self._is_closed:
             self.lose(other, lost)
@@ -222,7 +234,7 @@ class StreamGroup:
         self._give_up(lambda _, broken: broken is stream)
 
     async def _replace(self, other: Endpoint, broken: Stream) -> None:
-        """Dial an endpoint again, or else give up on it."""
+        """Dial an endpoint again, or give up on it if that fails."""
         assert self.redial.dial is not None, "`outgoing` is empty without it"
         try:
             async with asyncio.timeout(REDIAL_SECONDS):
@@ -231,10 +243,11 @@ class StreamGroup:
             self.lose(other, error)
         except TimeoutError:
             self.lose(other, PeerLost(other.island, f"{other} was not reached again within {REDIAL_SECONDS:g} s"))
-        self.idle[other].put_nowait(broken)  # If the endpoint is lost, who waits for a stream must find out.
+        self.idle[other].put_nowait(broken)  # Wakes a task that waits for a stream, so that it gets the error.
 
     async def _expect(self, source: Endpoint, stream: Stream, lost: PeerLost) -> None:
-        """Wait for the stream that replaces one that broke, or else give up on its source."""
+        """Wait for the stream that replaces a broken one, or give up on its source if none
+        comes."""
         stream.close()
         self._incoming[source].remove(stream)
         await self._changed.wait_until(
@@ -245,18 +258,20 @@ class StreamGroup:
             self.lose(source, lost)
 
     def _is_new(self, source: Endpoint, tag: Tag) -> bool:
-        """Whether no payload of this tag has come from the source, and remember it."""
+        """Return whether no payload with this tag has come from the source, and remember the
+        tag."""
         had, newest = self._had[source], self._newest.get(source, 0)
         if tag in had:
             return False
-        if tag.round > newest:  # nothing of the rounds before the last one comes again
+        if tag.round > newest:  # payloads of rounds before the last one do not come again
             self._newest[source] = tag.round
             had -= {other for other in had if other.round < newest}
         had.add(tag)
         return True
 
     def _give_up(self, concerns: Callable[[Endpoint, Stream], bool]) -> None:
-        """What was sent to these endpoints and on these streams, and has no ACK, must be sent again or has failed."""
+        """Mark unacknowledged payloads to these endpoints and on these streams as not delivered,
+        so that they are sent again or fail."""
         for (endpoint, _), (stream, answer) in list(self._unanswered.items()):
             if concerns(endpoint, stream):
                 _settle(answer, is_there=False)

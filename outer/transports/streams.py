@@ -1,6 +1,7 @@
 """A transport over streams of frames, for networks that open streams cheaply: libp2p and TLS.
 
-For each ordered pair of endpoints there are streams of their own: who dials sends payloads, who accepts reads them.
+Each ordered pair of endpoints has its own streams: the dialer sends payloads, the acceptor reads
+them.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from outer.transports.stream_group import Redial, StreamGroup
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
-"""Longest time for TLS to begin, and then for whoever has opened a stream to prove who it is."""
+"""Longest time for TLS to begin, and then for the dialer of a stream to prove its identity."""
 MAX_LEFT = 64
 MAX_PARKED, MAX_PARKED_OF_ISLAND = 1024, 128
 """Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and of one."""
@@ -43,7 +44,7 @@ class StreamTransport(ABC):
         self._group: StreamGroup | None = None
         self._guests = Guests()
         self._parked: Counter[str] = Counter()
-        """Streams by island that have said who they are and wait for their group."""
+        """Number of streams by island that have proved their identity and wait for their group."""
         self._left: dict[str, None] = {}
         """Groups that this endpoint has left, to which others may still try to send."""
         self._changed = ChangeSignal()
@@ -51,23 +52,27 @@ class StreamTransport(ABC):
 
     @abstractmethod
     def _identify(self, other: Endpoint, address: str) -> str:
-        """What an endpoint with this address must prove to be. Raises PeerLost if the address is malformed."""
+        """Return the identity that an endpoint with this address must prove. Raises PeerLost if
+        the address is malformed."""
 
     @abstractmethod
     def _proved(self, stream: Stream) -> str:
-        """What the other side of a stream has proved to be, after the handshake."""
+        """Return the identity that the other side of a stream has proved in the handshake."""
 
     @abstractmethod
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
-        """Streams between two endpoints of a group: those to dial, those to wait for, and the most to accept."""
+        """Return the numbers of streams between two endpoints of a group: to dial, to wait for,
+        and the most to accept."""
 
     def _has_spare_route(self, address: str) -> bool:
-        """Whether a stream to this address may be replaced by another route when it breaks."""
+        """Return whether a stream to this address may be replaced by another route when it
+        breaks."""
         return False
 
     @abstractmethod
     async def _open(self, other: Endpoint, address: str) -> Stream:
-        """Open a stream to an endpoint. Raises PeerLost and MessageError. The caller bounds the time."""
+        """Open a stream to an endpoint. Raises PeerLost and MessageError. The caller limits the
+        time."""
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
@@ -151,7 +156,7 @@ class StreamTransport(ABC):
         group.add_outgoing(other, stream)
 
     async def _serve(self, guest: Guest, stream: Stream) -> None:
-        """Serve one incoming stream. Its payloads go only to the group that its hello names."""
+        """Serve one incoming stream. Its payloads go only to the group in its hello."""
         try:
             group, source = await self._match(stream, guest)
         except (MessageError, TimeoutError, ConnectionError) as error:
@@ -165,12 +170,13 @@ class StreamTransport(ABC):
         await group.receive(source, stream)
 
     async def _match(self, stream: Stream, guest: Guest) -> tuple[StreamGroup, Endpoint]:
-        """Wait for the group of an incoming stream, whose dialer may join before this endpoint, and return it."""
+        """Wait for the group of an incoming stream, whose dialer may join before this endpoint.
+        Return the group and the dialer."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 source, epoch = await read_hello(stream, self._me, self._auth)
         except TimeoutError:
-            raise RefusedError("silent", "a hello did not come in time") from None
+            raise RefusedError("silent", "a hello did not arrive in time") from None
         guest.leave()
         if epoch in self._left:
             await say_refusal(stream, f"{self._me} has left this group")
@@ -180,7 +186,7 @@ class StreamTransport(ABC):
                 await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
         group = self._joined(epoch)
         if group is None:
-            raise ConnectionResetError("closed before its group was joined")
+            raise ConnectionResetError("it was closed before its group was joined")
         group.check_source(source, self._proved(stream))
         check_access(stream, self._auth, source)  # its name may have become known since the handshake
         return group, source
@@ -195,7 +201,7 @@ class StreamTransport(ABC):
             yield
         finally:
             self._parked[island] -= 1
-            self._parked += Counter()  # keeps no names of nothing
+            self._parked += Counter()  # drops names with a count of 0
 
     def _joined(self, epoch: str) -> StreamGroup | None:
         return self._group if self._group is not None and self._group.epoch == epoch else None

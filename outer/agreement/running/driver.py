@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 1.5
 Interruption = Literal["", "behind", "waited for", "time is up"]
-"""Why inner steps end early; empty if they go on."""
+"""The reason why inner steps end early; empty if they continue."""
 
 
 class ProtocolDriver:

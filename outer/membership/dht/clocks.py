@@ -1,4 +1,4 @@
-"""Compares this machine's clock with those of other nodes of the DHT, in which records expire by the clock."""
+"""Compares this machine's clock with the clocks of other nodes of the DHT, in which records expire by the clock."""
 
 import asyncio
 import logging

@@ -1,8 +1,9 @@
-"""Where gloo may be used, and how its port is closed to strangers once nobody has to come any more.
+"""Checks of the addresses at which gloo may be used, and protection of its port against strangers.
 
-gloo accepts every connection to the port of a group for as long as the group lives, asks nobody who he is, and ends the
-process when it can accept no more. So the kernel is told to drop what arrives there as soon as all pairs are connected.
-While a group is being built the port is open.
+gloo accepts every connection to the port of a group as long as the group lives, authenticates no
+connection, and ends the process when it can accept no more. So, as soon as all pairs are connected,
+the kernel is set to drop all packets that arrive at the port. While a group is being built the port
+is open.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from outer.errors import InputError
 log = logging.getLogger(__name__)
 
 DESCRIPTORS = "/proc/self/fd"
-"""Where Linux lists what this process has open."""
+"""Folder in which Linux lists the open files of this process."""
 SO_ATTACH_FILTER = 26
 """Linux: attach a classic BPF program to a socket. Python's socket module does not name it."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
@@ -29,10 +30,11 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def close_door(own: bytes) -> int:
-    """Drop what arrives at the listening socket whose address is within `own`; returns the number of sockets closed.
+    """Drop all packets to the listening socket whose address is in `own`. Return the number of
+    sockets closed in this way.
 
-    `own` is what gloo says of itself. Connections that are there go on. Linux alone can do this: on other systems the
-    socket stays open, with a warning.
+    `own` is the address data of this endpoint's gloo. Existing connections continue. Only Linux can
+    do this: on other systems the socket stays open, with a warning.
     """
     if not os.path.isdir(DESCRIPTORS):
         _warn_of_open_door()
@@ -68,7 +70,7 @@ async def check_is_private(key: str, host: str) -> None:
 
 
 async def _addresses_of(host: str) -> list[str]:
-    """The IP addresses of a host; none if its name is not known here."""
+    """Return the IP addresses of a host; empty if its name cannot be resolved."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -79,13 +81,13 @@ async def _addresses_of(host: str) -> list[str]:
 @cache
 def _warn_of_open_door() -> None:
     log.warning(
-        "gloo's port stays open to whoever reaches it, because only Linux can close it; keep it inside a private "
+        "gloo's port stays open to anyone who reaches it, because only Linux can close it; keep it inside a private "
         "network, or set outer.transport=tls"
     )
 
 
 def _listeners() -> Iterator[socket.socket]:
-    """Duplicates of this process's listening sockets."""
+    """Yield duplicates of this process's listening sockets."""
     if not os.path.isdir(DESCRIPTORS):
         return
     for name in os.listdir(DESCRIPTORS):
@@ -93,7 +95,7 @@ def _listeners() -> Iterator[socket.socket]:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             found = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
+        except OSError:  # closed since it was listed
             continue
         is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
         if is_ip and found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -103,7 +105,7 @@ def _listeners() -> Iterator[socket.socket]:
 
 
 def _socket_address(listener: socket.socket) -> bytes:
-    """Port and address of a socket as they lie in a struct sockaddr."""
+    """Return the port and address of a socket in the layout of a struct sockaddr."""
     host, port = listener.getsockname()[:2]
     flow_info = bytes(4) if listener.family == socket.AF_INET6 else b""
     return struct.pack("!H", port) + flow_info + socket.inet_pton(listener.family, host.partition("%")[0])

@@ -1,4 +1,5 @@
-"""Builds the gloo group of an epoch's endpoints, which learn each other's addresses over their messengers."""
+"""Builds the gloo group of an epoch's endpoints, which exchange their addresses over their
+messengers."""
 
 import asyncio
 import contextlib
@@ -16,7 +17,7 @@ from outer.transports.gloo.addresses import AddressExchange, AddressStore, check
 from outer.transports.gloo.door import close_door
 
 MARGIN_SECONDS = 1.0
-"""Extra time for gloo, whose own error says more than a deadline."""
+"""Extra time for gloo, because gloo's own error has more detail than a deadline."""
 NOTICE_SECONDS = 0.2
 """When a group fails because an endpoint died, the connection to it breaks within this time and identifies it."""
 HostPort = tuple[str, int]
@@ -25,12 +26,12 @@ _ADDRESS = re.compile(rf"gloo:({ISLAND_NAME}/[0-9]{{1,4}})@([A-Za-z0-9.:-]{{1,25
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group to be built, as one of its endpoints sees it."""
+    """The specification of a group to be built, for one of its endpoints."""
 
     epoch: str
     me: Endpoint
     addresses: Mapping[Endpoint, HostPort]
-    """Where the messengers of all endpoints listen."""
+    """Addresses of the messengers of all endpoints."""
     listen_host: str
     seconds: float
     """Longest wait for the other endpoints."""
@@ -59,7 +60,8 @@ async def build_group(spec: GroupSpec, exchange: AddressExchange) -> dist.Proces
         store.give_up("the group was given up")
         for task in asking.values():
             task.cancel()
-        # Unless it is within gloo, the thread ends now: if it returned while the process ends, gloo would abort.
+        # The thread ends now unless it is within gloo. If it returned while the process ends, gloo
+        # would abort.
         await asyncio.wait({building}, timeout=NOTICE_SECONDS)
         building.cancel()
 
@@ -77,7 +79,8 @@ async def _first_result(
     building: "asyncio.Task[dist.ProcessGroupGloo]",
     asking: "Mapping[Endpoint, asyncio.Task[None]]",
 ) -> dist.ProcessGroupGloo:
-    """The group, or the error of the first endpoint that is lost. An endpoint's task ends early only by an error."""
+    """Return the group, or raise the error of the first lost endpoint. An endpoint's task ends
+    early only with an error."""
     deadline = loop_time() + spec.seconds + MARGIN_SECONDS
     pending: set[asyncio.Task] = {building, *asking.values()}
     while not building.done() and not any(map(_has_failed, asking.values())):
@@ -101,20 +104,21 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 
 async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, store: AddressStore) -> None:
-    """Give the store what gloo needs to know of an endpoint, and return when the endpoint has built the group, too."""
+    """Put the address data of an endpoint into the store, and return when the endpoint has built
+    the group, too."""
     host, port = spec.addresses[endpoint]
     address = f"{host}:{port}"
     try:
         key, value = await exchange.ask(address, spec.epoch, spec.seconds)
         rank = sorted(spec.addresses).index(endpoint)
         if key.rpartition("/")[2] != str(rank):
-            raise MessageError(f"an address for the key {key!r}, one that ends in /{rank} expected")
+            raise MessageError(f"got an address for the key {key!r}, expected a key that ends in /{rank}")
         check_gloo_address(value, store.own, len(spec.addresses))
         store.put(key, value)
         await exchange.wait_until_built(address, spec.epoch, spec.seconds)
     except PeerLost as error:
         is_dead = "cannot be reached" in error.cause
-        what = "cannot be reached" if is_dead else "went away before the group was built"
+        what = "cannot be reached" if is_dead else "disconnected before the group was built"
         raise PeerLost(endpoint.island, f"{endpoint} {what}: {error.cause}") from None
     except DeadlineError:
         raise _not_built(spec, f"{endpoint} did not join") from None
@@ -123,11 +127,13 @@ async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, s
 
 
 def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
-    """Build the group. Blocks until all endpoints have joined. Raises DeadlineError for whatever gloo raises."""
+    """Build the group. Blocks until all endpoints have joined. Raises DeadlineError for any
+    error of gloo."""
     endpoints = sorted(spec.addresses)
     try:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        # Connected at once, also if large groups within the island are not: a peer out of reach is found here.
+        # All pairs connect at once, although gloo may connect large groups lazily, so that an
+        # unreachable peer is found here.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.listen_host, lazy_init=False)]
         options._timeout = timedelta(seconds=spec.seconds)
         options._threads = 1

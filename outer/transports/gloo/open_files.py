@@ -1,20 +1,23 @@
-"""How many files this process may open. gloo needs one for each connection, and ends the process if it gets none."""
+"""The number of files that this process may open. gloo needs one per connection, and ends the
+process if it gets none."""
 
 import resource
 from contextlib import suppress
 
 MAX_FILES = 1 << 16
-"""More would only make programs slow that look at every descriptor that could be open."""
+"""Upper bound of the limit. A higher one would slow down programs that check every possible
+descriptor."""
 
 
 def find_allowed_files() -> int:
-    """The limit that a process of this user may give itself, at most MAX_FILES."""
+    """Return the limit that a process of this user may set for itself, at most MAX_FILES."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_FILES if allowed == resource.RLIM_INFINITY else min(allowed, MAX_FILES)
 
 
 def allow_many_files() -> int:
-    """Let this process open as many files as the system allows it, at most MAX_FILES. Returns the limit."""
+    """Raise this process's limit of open files as far as the system allows, at most to
+    MAX_FILES. Return the limit."""
     limit, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = find_allowed_files()
     if limit != resource.RLIM_INFINITY and wanted > limit:

@@ -20,11 +20,13 @@ from outer.transports.gloo.groups import GroupSpec, build_group, parse_address
 from outer.transports.gloo.open_files import allow_many_files
 
 MAX_WAIT = timedelta(days=1)
-"""Limit for one gloo call. The real deadline is the caller's, which then disconnects."""
+"""Limit for one gloo call. The actual deadline is the caller's, which disconnects when it
+passes."""
 PREAMBLE_BYTES = 48
 """Size of gloo's header. A payload takes three messages: sender ready, receiver ready, and the payload itself."""
 SENDS_IN_FLIGHT = 2
-"""Limit per endpoint. Our permission for its own sends travels on the same connection, behind our pending sends."""
+"""Limit per endpoint. Permissions for the other endpoint's sends use the same connection and
+queue behind this one's pending sends."""
 
 
 class GlooTransport:
@@ -95,17 +97,20 @@ class GlooTransport:
 
 
 def gloo_tag(tag: Tag, num_bytes: int) -> int:
-    """Hash a tag to gloo's 31 bits: 2 for round and attempt, 1 for the leg, 20 for the part, 8 for the size.
+    """Hash a tag to gloo's 31 bits: 2 for round and attempt, 1 for the leg, 20 for the part, 8 for
+    the size.
 
-    Rounds of a group follow one another, so two bits tell neighbours apart. The size is included because gloo ends
-    the process when a message is longer than its buffer; a payload of another size is never delivered.
+    Rounds of a group follow one another, so two bits distinguish neighbouring rounds. The size is
+    included because gloo ends the process when a message is longer than its buffer. So a payload of
+    another size is never delivered.
     """
     turn = (tag.round + tag.attempt) % 4
     return turn << 29 | tag.leg << 28 | (tag.part % (1 << 20)) << 8 | num_bytes % 251
 
 
 def _non_empty(payload: torch.Tensor) -> torch.Tensor:
-    """The payload, or one byte in place of an empty payload, because gloo sends no empty messages."""
+    """Return the payload, or one byte in place of an empty payload, because gloo sends no empty
+    messages."""
     return payload if payload.numel() else torch.zeros(1, dtype=torch.uint8)
 
 

@@ -1,4 +1,5 @@
-"""Addresses of endpoints over TLS: what a rank announces, and what it takes from others' records."""
+"""Addresses of endpoints over TLS: the address that a rank announces, and checks of addresses in
+others' records."""
 
 from collections.abc import Sequence
 
@@ -17,7 +18,8 @@ def parse_address(endpoint: Endpoint, text: str) -> IslandAddress:
 
 
 def choose_announced_host(listen_host: str, announce_host: str | None, relays: Sequence[Route] = ()) -> str | None:
-    """The host that others are told, or None if there are `relays` and others reach this machine by them only.
+    """Return the host to announce, or None if other islands reach this machine only through
+    `relays`.
 
     Raises InputError if there is neither.
     """
@@ -35,6 +37,7 @@ def choose_announced_host(listen_host: str, announce_host: str | None, relays: S
 
 
 def build_address(key: str, host: str | None, port: int, relays: Sequence[Route], rank: int, door: Door) -> str:
-    """The address of one door of a rank: `host` and `port`, if others reach them, and then the relays."""
+    """Return the address of one door of a rank: `host` and `port`, if others can reach them, and
+    then the relays."""
     direct = () if host is None else (Route(host, port),)
     return str(IslandAddress(key, (*direct, *(Route(relay.host, relay.port, Behind(rank, door)) for relay in relays))))

@@ -1,7 +1,9 @@
-"""Frames on a TLS connection of our own, without asyncio's streams between: a payload goes straight into its buffer.
+"""Frames on a TLS connection of our own, without asyncio's streams: a payload is read directly into
+its buffer.
 
-What is short is read and written on the event loop: handshakes, headers, small payloads. So strangers and idle
-connections hold no thread. Longer payloads are moved in a thread, because OpenSSL lets others run while it encrypts.
+Short data are read and written on the event loop: handshakes, headers, small payloads. So strangers
+and idle connections hold no thread. Longer payloads are moved in a thread, because OpenSSL lets
+other threads run while it encrypts.
 """
 
 import asyncio
@@ -32,34 +34,37 @@ from outer.network.frames import (
 from outer.network.run_key import FrameMacs
 
 THREAD_BYTES = 1 << 16
-"""Longer payloads are moved in a thread. The rest takes less time than a change of threads."""
+"""Longer payloads are moved in a thread. For shorter ones, switching threads would take longer."""
 RECORD_BYTES = 1 << 15
-"""More than a record of TLS takes on the wire."""
+"""Upper bound of the bytes that one TLS record takes on the wire."""
 WAKE_BYTES = 1 << 15
-"""A thread that waits for a payload wakes when so much of it has come.
+"""A thread that waits for a payload wakes when this number of bytes has arrived.
 
-With 128 KiB new connections were slow over long round trips: their window seems to be clamped to it."""
+With 128 KiB new connections were slow over long round trips, probably because their window was
+limited to this size.
+"""
 Direction = Literal["read", "write"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StreamOwner:
-    """What all streams of a transport share."""
+    """The data that all streams of a transport share."""
 
     tls: TlsIdentity
     run: bytes
     traffic: Traffic
     threads: WaitingThreads
     allocate: Callable[[int], torch.Tensor]
-    """Gives the memory for a payload: 1-D uint8."""
+    """Function that allocates the memory for a payload: 1-D uint8."""
 
 
 class TlsStream:
     """A Stream (outer.network.handshake) over TLS. One task reads; any number may write. An error closes it."""
 
     def __init__(self, connection: socket.socket, owner: StreamOwner, peer: str, *, is_acceptor: bool) -> None:
-        """`connection` is connected, and is closed with the stream. Call `handshake` before all else."""
+        """Create a stream on a connected socket, which is closed with the stream. Call
+        `handshake` before anything else."""
         connection.setblocking(False)
         with suppress(OSError):  # it may have ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,14 +75,16 @@ class TlsStream:
         self.certificate = owner.tls.certificate if is_acceptor else ""
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._writing, self._calling = asyncio.Lock(), asyncio.Lock()
-        """For a whole frame; and for OpenSSL's state of the connection, which takes one call at a time."""
+        """One lock for a whole frame, and one for OpenSSL's state of the connection, which
+        allows one call at a time."""
         self._waits: dict[Direction, asyncio.Future[None]] = {}
         self._guard = threading.Lock()
         self._is_closed = self._is_in_thread = False
         self._wakes_at, self.bytes_sent = 1, 0
 
     async def handshake(self) -> None:
-        """Begin TLS 1.3. Raises MessageError if the other side does not, and ConnectionError."""
+        """Begin TLS 1.3. Raises MessageError if the other side does not begin it, and
+        ConnectionError."""
         try:
             await self._perform(self._socket.do_handshake)
         except ConnectionResetError as error:
@@ -117,7 +124,8 @@ class TlsStream:
         return header, payload
 
     async def finish(self) -> None:
-        """Send nothing more, and read and drop what comes until the other side ends, too. Raises OSError."""
+        """Send nothing more, and discard incoming bytes until the other side ends the
+        connection, too. Raises OSError."""
         socket.socket.shutdown(self._socket, socket.SHUT_WR)
         rest = bytearray(THREAD_BYTES)
         while await self._perform(lambda: self._socket.recv_into(rest)):
@@ -127,7 +135,8 @@ class TlsStream:
         raise AssertionError("TLS protects the frames")
 
     def close(self) -> None:
-        """Drop the connection and all unsent bytes, and end what waits for it. Idempotent. Called on the event loop."""
+        """Drop the connection and all unsent bytes, and end all waits for it. Idempotent. Must
+        be called on the event loop."""
         if self._is_closed:
             return
         for direction in list(self._waits):
@@ -135,7 +144,8 @@ class TlsStream:
         with self._guard:
             self._is_closed = True
             with suppress(OSError):  # the other side may have ended it
-                # It wakes a thread that waits. SSLSocket's own method would let that thread go on without TLS.
+                # It wakes a thread that waits. SSLSocket's own method would let that thread
+                # continue without TLS.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             if not self._is_in_thread:
                 self._socket.close()
@@ -153,7 +163,8 @@ class TlsStream:
             filled += received
 
     async def _perform(self, operation: Callable[[], T]) -> T:
-        """Call an operation of the socket until it need not wait. Raises ConnectionError."""
+        """Call an operation of the socket until it succeeds without waiting. Raises
+        ConnectionError."""
         while True:
             async with self._calling:
                 try:
@@ -162,7 +173,8 @@ class TlsStream:
                     wanted: Direction = "read"
                 except ssl.SSLWantWriteError:
                     wanted = "write"
-            # Others may use the connection meanwhile: whoever waits to read here may wait for ever.
+            # Other tasks may use the connection during this wait, because a reader may wait for
+            # ever.
             await self._until(wanted)
 
     async def _until(self, direction: Direction) -> None:
@@ -182,7 +194,7 @@ class TlsStream:
         _settle(self._waits.pop(direction))
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
-        """Run `work`, which uses the socket, in a thread. If this is cancelled, the stream is closed."""
+        """Run `work`, which uses the socket, in a thread. A cancellation closes the stream."""
         async with self._calling:
             if self._is_closed:
                 raise self._end("")
@@ -217,7 +229,8 @@ class TlsStream:
             self._wake_at(1)
 
     def _wait_for(self, operation: Callable[[], int], num_bytes: int = 0) -> int:
-        """Call an operation of the socket until it need not wait, in a thread, for `num_bytes` that are to come.
+        """Call an operation of the socket in a thread until it succeeds without waiting.
+        `num_bytes` are still to arrive.
 
         Raises ConnectionError.
         """
@@ -226,7 +239,8 @@ class TlsStream:
                 return self._call(operation)
             except ssl.SSLWantReadError:
                 events = select.POLLIN
-                # OpenSSL may hold most of a record that is not whole yet, so so much less is to come.
+                # OpenSSL may hold most of an incomplete record, so up to a record less may still
+                # arrive on the socket.
                 self._wake_at(min(WAKE_BYTES, num_bytes - RECORD_BYTES))
             except ssl.SSLWantWriteError:
                 events = select.POLLOUT
@@ -235,7 +249,7 @@ class TlsStream:
             poll.poll()
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Let waits for the socket end when so many bytes have come, instead of at each packet."""
+        """Let waits for the socket end when `num_bytes` have arrived, instead of at each packet."""
         num_bytes = max(num_bytes, 1)
         if num_bytes != self._wakes_at and not self._is_closed:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)

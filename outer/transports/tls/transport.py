@@ -1,4 +1,5 @@
-"""A transport over TLS 1.3 on connections of our own, for islands that reach each other over the open internet."""
+"""A transport over TLS 1.3 on connections of our own, for islands that reach each other over the
+open internet."""
 
 import asyncio
 import logging
@@ -28,7 +29,8 @@ from outer.transports.tls.stream import StreamOwner, TlsStream
 log = logging.getLogger(__name__)
 
 RENEW_BYTES = 1 << 23
-"""A connection that has carried less keeps its place: it has learnt little, and a new one costs some round trips."""
+"""A connection that has carried fewer bytes is not renewed: its rate has hardly adapted, and a
+new one costs some round trips."""
 
 
 class TlsTransport(StreamTransport):
@@ -45,7 +47,8 @@ class TlsTransport(StreamTransport):
         num_streams: int = 1,
         dialer: Dialer | None = None,
     ) -> None:
-        """`num_streams`: those on which this endpoint sends to each other one, which may choose another number."""
+        """Create a transport. `num_streams`: number of streams to each other endpoint, which may
+        choose another number."""
         super().__init__(me, auth, traffic, "", connect_seconds)
         self._dialer = dialer or Dialer()
         self._num_streams, self._round = num_streams, -1
@@ -57,14 +60,15 @@ class TlsTransport(StreamTransport):
     async def open(self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()) -> None:
         """Accept connections on a host and port (0: any free port). Call this once. Raises OSError.
 
-        Others are told `announced_host` and `relays`, which give their connections to `accept`.
+        `announced_host` and `relays` are announced to other islands. The relays' connections are
+        passed to `accept`.
         """
         allow_many_files()  # Strangers may connect.
         port, key = await self._listener.open(host, port), self._auth.island.public
         self.address = build_address(key, announced_host, port, relays, self._me.rank, "payloads")
 
     def accept(self, connection: socket.socket) -> None:
-        """Serve a connection that somebody has dialled through a relay."""
+        """Serve a connection that another island has dialled through a relay."""
         self._listener.serve(connection)
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
@@ -97,7 +101,7 @@ class TlsTransport(StreamTransport):
         return stream.peer_key
 
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
-        return self._num_streams, 1, 2 * MAX_TLS_STREAMS  # new ones come before the old ones end
+        return self._num_streams, 1, 2 * MAX_TLS_STREAMS  # new streams open before the old ones end
 
     async def _open(self, other: Endpoint, address: str) -> Stream:
         try:
@@ -119,15 +123,17 @@ class TlsTransport(StreamTransport):
     async def _dial(self, group: StreamGroup, other: Endpoint, address: str) -> None:
         try:
             await super()._dial(group, other, address)
-        except BaseException:  # also if the time is over
+        except BaseException:  # includes the end of the time limit
             self._dialer.blame(address)
             raise
 
     def _renew(self) -> None:
-        """Replace connections that have carried much, while the first payloads of a round travel on them.
+        """Replace connections that have carried many bytes, while the first payloads of a round
+        travel on them.
 
-        TCP shares a link among connections by what each has learnt, and those that came last in a round have learnt to
-        take more, so old ones share it unevenly. New ones are equals.
+        TCP divides a link among connections by their recent rates. The connections that finished
+        last in a round get more of it, so old connections share the link unevenly. New connections
+        get equal shares.
         """
         group = self._group
         if group is None or len(group.outgoing) < 2:
@@ -141,13 +147,14 @@ class TlsTransport(StreamTransport):
         try:
             async with asyncio.timeout(self._connect_seconds):
                 await self._dial(group, other, self._addresses[other])
-        except (TransportError, TimeoutError) as error:  # the old one goes on
+        except (TransportError, TimeoutError) as error:  # the old connection stays in use
             log.debug("no new connection to %s: %s", other, error)
             return
         await group.retire(other, old)
 
     async def _accept(self, connection: socket.socket, host: str) -> None:
-        """Serve one incoming connection. Until it has proved an island's key, it counts as a stranger's."""
+        """Serve one incoming connection. Until it has proved an island's key, it counts as a
+        stranger's."""
         stream = TlsStream(connection, self._owner, host, is_acceptor=True)
         guest = self._guests.enter(host, stream.close)
         try:
@@ -165,5 +172,6 @@ class TlsTransport(StreamTransport):
             stream.close()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a payload. Only what this endpoint has asked for comes from memory that is kept for later."""
+        """Return memory for a payload. Only payloads that this endpoint expects use memory that
+        is kept for later."""
         return BUFFERS.bytes(num_bytes) if num_bytes in self._sizes else torch.empty(num_bytes, dtype=torch.uint8)

@@ -229,7 +229,7 @@ def test_what_a_stranger_may_ask_for_is_refused_in_words(monkeypatch: pytest.Mon
             held, _ = await registered(relay, key_of("b"))
             waiting = asyncio.create_task(answered(relay, dial))
             token = (await wire.receive(held, Incoming)).token
-            assert "forwards no more: 2 connections" in await answered(relay, dial)
+            assert "forwards no more connections: 2 connections" in await answered(relay, dial)
             answer = await connected(relay)
             await wire.send(answer, Answer(token=token))
             await wire.receive(answer, Joined)

@@ -97,7 +97,7 @@ def test_bytes_that_are_sound_but_wrong_fail_the_digest_and_are_forgotten(tmp_pa
         await enter_liar(here, packed)
         here.commit()
         download = here.download(messenger, cache=cache_in(tmp_path / "parts"))
-        with pytest.raises(MessageError, match="not that of round 1: liar says"):
+        with pytest.raises(MessageError, match="not the state of round 1: liar reports"):
             await enter_state(here, download)
         download.discard()
         assert not download.parts and not files(tmp_path)
@@ -124,7 +124,7 @@ def test_a_donor_that_does_not_cover_the_model_is_refused(carriers: list[int]) -
         island = await here.enter("a")
         here.commit()
         island.describe(carriers=carriers)
-        with pytest.raises(TransportError, match="describes its state wrongly"):
+        with pytest.raises(TransportError, match="sends a wrong description of its state"):
             await here.download(messenger).run(1)
 
     with_run(test)
