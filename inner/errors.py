@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 class InputError(ValueError):
     """The user's config or data cannot be used. The message says what, where, got, allowed, and the
-    cure."""
+    cure.
+    """
 
 
 def nearest_multiples(value: int, unit: int) -> str:
     """Return a text with the multiples of `unit` nearest to a value that is not one, for example
-    `8192 or 12288`."""
+    `8192 or 12288`.
+    """
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 

@@ -1,5 +1,6 @@
 """Files that are replaced whole or not at all, and locks that end with the process that holds
-them."""
+them.
+"""
 
 import fcntl
 import os
@@ -30,7 +31,8 @@ def home_path(text: str, where: str) -> Path:
 
 def make_cache_folder(folder: Path) -> None:
     """Create the folder with a CACHEDIR.TAG in it, so that programs which read or back up folders
-    skip it."""
+    skip it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CACHE_TAG).write_text(CACHE_SIGNATURE)
 

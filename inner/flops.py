@@ -66,7 +66,8 @@ def head_layers(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
 
 def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
     """Return the number of weights of q, k and v, of the output projection, of gate and up, and of
-    the down projection."""
+    the down projection.
+    """
     matrices = [param for param in block_params(sizes) if param.is_matrix]
     attention = [param for param in matrices if param.module.startswith("attention.")]
     ffn = [param for param in matrices if param.module.startswith("ffn.")]
@@ -79,7 +80,8 @@ def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
 
 def _recomputed_flops(sizes: ModelSizes, attend: float, recompute: Recompute) -> float:
     """Return the operations that one layer's backward repeats. The last matrix product is not
-    needed and not repeated."""
+    needed and not repeated.
+    """
     scores = attend / 2
     qkv, out, gate_up, _ = _layer_params(sizes)
     if recompute == "attention":

@@ -29,7 +29,8 @@ def is_import_path(name: str) -> bool:
 
 def one_of(names: Sequence[str], example: str) -> AfterValidator:
     """Return a validator for a setting that is one of `names` or an import path such as
-    `example`."""
+    `example`.
+    """
 
     def check(name: str) -> str:
         if name not in names and not is_import_path(name):
@@ -42,7 +43,8 @@ def one_of(names: Sequence[str], example: str) -> AfterValidator:
 
 def _read_number(value: Any) -> Any:
     """Convert a text such as 1e-5, which YAML does not read as a number; return all other values
-    unchanged."""
+    unchanged.
+    """
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
@@ -91,7 +93,8 @@ def call_text(target: Callable[..., Any]) -> str:
 
 def source_sha256(path: str, key: str) -> str:
     """Return the SHA-256 of the file that defines the code at `path`, in hexadecimal digits. Raises
-    InputError."""
+    InputError.
+    """
     target = load(path, key)
     file = inspect.getsourcefile(target)
     if file is None:

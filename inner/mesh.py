@@ -99,7 +99,8 @@ def _times(degrees: dict[str, int]) -> str:
 
 def _cure(others: dict[str, int], num_ranks: int) -> str:
     """Return a text with the degrees of one axis that would divide the ranks, or numbers of ranks
-    that would work."""
+    that would work.
+    """
     product = prod(others.values())
     for axis, degree in others.items():
         allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (product // degree * n) == 0]
@@ -110,7 +111,8 @@ def _cure(others: dict[str, int], num_ranks: int) -> str:
 
 class IslandMesh:
     """The island's ranks as DeviceMeshes, with this rank's coordinates. Every rank must build it at
-    the same time."""
+    the same time.
+    """
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
         # Imported here so that the launcher can check degrees without importing torch.
@@ -129,7 +131,8 @@ class IslandMesh:
     @property
     def fsdp(self) -> "DeviceMesh":
         """The mesh that FSDP replicates and shards over. An axis of a single replica is left out,
-        because FSDP would still all-reduce over it."""
+        because FSDP would still all-reduce over it.
+        """
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
 
     @property
@@ -153,7 +156,8 @@ class IslandMesh:
 
 def accumulation_steps(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:
     """Return the number of micro-batches per rank and inner step. Raises InputError if the tokens
-    do not divide evenly."""
+    do not divide evenly.
+    """
     step_tokens = seq_len * micro_batch * num_data_ranks
     if tokens_per_step % step_tokens:
         raise InputError(

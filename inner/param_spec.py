@@ -14,7 +14,8 @@ class ParamSpec:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of the parameter as a matrix: (shape[0], product of the rest), or (1, 1)
-        for a 0-d parameter."""
+        for a 0-d parameter.
+        """
         return (self.shape[0] if self.shape else 1), math.prod(self.shape[1:])
 
 

@@ -60,22 +60,26 @@ class LocalParams:
 
     def copies(self, index: int) -> Sequence[Tensor]:
         """Return the live parameters that slice `index` belongs to. A tied parameter has
-        several."""
+        several.
+        """
         return self._copies[index]
 
     def read(self, index: int) -> Tensor:
         """Return slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter
-        is on the CPU."""
+        is on the CPU.
+        """
         return self.read_all([index])[index]
 
     def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """Return slices by index, each like `read`. The host waits for an accelerator only once for
-        all of them."""
+        all of them.
+        """
         return read_to_host({index: self.matrix(index) for index in indices})
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) in place into the live parameter (all copies of a
-        tied parameter)."""
+        tied parameter).
+        """
         target = self.slices[index]
         assert values.shape == target.shape, (
             f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
@@ -86,23 +90,27 @@ class LocalParams:
 
     def write_all(self, values: Mapping[int, Tensor]) -> None:
         """Write slices by index. The host does not wait for copies of values that lie in memory
-        from `pinned`."""
+        from `pinned`.
+        """
         for index, new in values.items():
             self.write(index, new)
 
     def pinned(self, index: int) -> Tensor | None:
         """Return page-locked memory for new values of slice `index`; None if that is of no use, as
-        on a CPU."""
+        on a CPU.
+        """
         return pinned_like(self.matrix(index))
 
     def matrix(self, index: int) -> Tensor:
         """Return slice `index` in its own memory, 2-D fp32; a copy if the memory has another
-        order."""
+        order.
+        """
         return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape)
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and
-        has one copy; else None."""
+        has one copy; else None.
+        """
         param, *others = self._copies[index]
         tensor = local_tensor(param)
         can_be_viewed = not others and tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -121,7 +129,8 @@ def local_tensor(param: Tensor) -> Tensor:
 
 def read_to_host(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return the tensors on the CPU: copies of tensors on an accelerator, and CPU tensors
-    themselves."""
+    themselves.
+    """
     elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
     copies = copy_to_host(list(elsewhere.values()))
     return dict(tensors) | dict(zip(elsewhere, copies, strict=True))
@@ -143,7 +152,8 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def pinned_like(tensor: Tensor) -> Tensor | None:
     """Return page-locked memory for the values of a CUDA tensor, None for other tensors. torch does
-    not reuse the memory while a copy to the device still reads it."""
+    not reuse the memory while a copy to the device still reads it.
+    """
     return torch.empty_like(tensor, device="cpu", pin_memory=True) if _can_pin(tensor) else None
 
 
@@ -153,7 +163,8 @@ def _can_pin(tensor: Tensor) -> bool:
 
 def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
     """Return the rectangle of this rank's shard. It may be empty if there are more ranks than
-    rows."""
+    rows.
+    """
     name = spec.name
     assert tuple(param.shape) == spec.shape, (
         f"{name} has shape {tuple(param.shape)} in a stage, {spec.shape} in the model"

@@ -50,7 +50,8 @@ def start_thread(work: Callable[[], object], name: str, seconds: float = START_S
 
 class Worker:
     """A daemon thread that starts at once, while there is memory, and runs one piece of work after
-    another until `close`."""
+    another until `close`.
+    """
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], object], Future] | None] = queue.SimpleQueue()
@@ -58,7 +59,8 @@ class Worker:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after all work that was submitted before. The future gets its result or
-        exception."""
+        exception.
+        """
         future: Future[T] = Future()
         self._work.put((work, future))
         return future

@@ -212,7 +212,8 @@ class Trainer:
 
     def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
         """Compute the gradient of the mean loss over all targets. Return this rank's summed
-        loss."""
+        loss.
+        """
         my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
         return my_loss

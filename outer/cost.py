@@ -84,7 +84,8 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
 
 def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
     """Count a gossip round: each of `peers` islands gets the pseudo-gradient and the params of
-    every part."""
+    every part.
+    """
     payloads = sum(codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
     num_elements = sum(part.num_elements for part in parts)
     return RoundBytes(num_elements, len(parts), peers * payloads, peers * payloads, 0, payloads, payloads)
@@ -209,7 +210,8 @@ class HostSpeed:
 
 def measure_host_speed(outer: OuterConfig) -> HostSpeed:
     """Measure the run's codec and optimizer on an idle core of this machine. Takes 0.25 s;
-    results are cached."""
+    results are cached.
+    """
     used = {"codec": outer.codec, "coding": outer.coding, "optimizer": outer.optimizer}
     part_elements = min(outer.part_elements or MAX_ELEMENTS, MAX_ELEMENTS)
     return _measure_cached(OuterConfig(part_elements=part_elements, **used).model_dump_json())
@@ -260,7 +262,8 @@ def _measure(outer: OuterConfig) -> HostSpeed:
 
 def _seconds(action: Callable[[], object]) -> float:
     """Return the thread time of one call in seconds: the best of several, so that other work on
-    the machine does not count."""
+    the machine does not count.
+    """
     action()
     durations: list[float] = []
     until = time.thread_time() + MEASURE_SECONDS

@@ -136,7 +136,8 @@ class Budget:
 
     def spend(self, amount: int, what: str) -> None:
         """Take `amount` out of the budget. Raises TransportError, which contains `what`, if less
-        is left."""
+        is left.
+        """
         now = time.monotonic()
         self._left = min(self._per_minute, self._left + (now - self._seen_at) * self._per_minute / 60)
         self._seen_at = now
@@ -147,6 +148,7 @@ class Budget:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of python and of PACKAGES, by name. Packages that are not installed
-    are left out."""
+    are left out.
+    """
     found = {package: find_version(package) for package in PACKAGES}
     return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}

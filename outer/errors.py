@@ -43,12 +43,14 @@ class InputError(ValueError):
 
 class UnreachableError(InputError):
     """None of the addresses of the swarm answers: they are wrong, or no island is there yet, or
-    all islands have ended."""
+    all islands have ended.
+    """
 
 
 class DifferingConfigsError(InputError):
     """The swarm has several configs of one run, and it cannot be decided which of them is the
-    run's."""
+    run's.
+    """
 
 
 class OuterError(RuntimeError):
@@ -101,14 +103,16 @@ class AuditError(MessageError):
 
     def __init__(self, peer: str, cause: str, *, is_wrong: bool) -> None:
         """Create the error. `is_wrong`: the mean is not the mean of the payloads. Otherwise the
-        island did not show the payloads."""
+        island did not show the payloads.
+        """
         super().__init__(cause)
         self.peer, self.is_wrong = peer, is_wrong
 
 
 class NonFiniteError(OuterError):
     """A tensor to be encoded contains inf or nan. `index` is the index of the first such
-    element."""
+    element.
+    """
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value}: a codec takes finite values only")
@@ -133,7 +137,8 @@ class RankLost(RuntimeError):
 
 def name_lost_rank(error: BaseException) -> BaseException:
     """Return a RankLost if an error of torch.distributed means that a rank of the island has
-    ended, otherwise the error itself."""
+    ended, otherwise the error itself.
+    """
     if isinstance(error, RankLost | OuterError) or not isinstance(error, RuntimeError):
         return error
     if not _OF_COLLECTIVES.search(str(error)):
@@ -148,7 +153,8 @@ def is_about_run_key(cause: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """Return one line about an error: the cause of a PeerLost, the error's first line, or the
-    name of its type."""
+    name of its type.
+    """
     text = error.cause if isinstance(error, PeerLost) else str(error)
     return (text or type(error).__name__).splitlines()[0][:300]
 

@@ -33,7 +33,8 @@ class Hooks(Protocol):
 
     def reached(self, phase: Phase, round_number: int) -> None:
         """Handle that this rank reaches `phase`. It is called on any thread. An error that it
-        raises is a failure of this rank."""
+        raises is a failure of this rank.
+        """
 
     def pseudo_grad(self, round_number: int, values: torch.Tensor) -> torch.Tensor:
         """Return the part (1-D fp32) to contribute in place of `values`."""

@@ -46,7 +46,8 @@ class UnboundedFieldError(TypeError):
 @lru_cache(maxsize=256)
 def limit_of(model: type[BaseModel]) -> Limit:
     """Return the limit of a kind of message. Raises UnboundedFieldError if one of its fields has
-    no bound."""
+    no bound.
+    """
     schema: Any = model.__pydantic_core_schema__
     definitions = {each["ref"]: each for each in schema.get("definitions", ())}
     longest = _measure(schema, definitions, model.__name__)
@@ -70,7 +71,8 @@ def count_items(body: bytes) -> int:
 
 def fail_fast(schema: Any) -> Any:
     """Return the schema with parsing changed to stop at the first wrong item of every list,
-    tuple and dict."""
+    tuple and dict.
+    """
     if isinstance(schema, dict):
         if schema.get("type") in _COLLECTIONS:
             schema["fail_fast"] = True

@@ -108,7 +108,8 @@ class OuterLoop:
 
     def begin(self) -> Position:
         """Enter the run: with the state of islands that have committed a round, otherwise from the start together
-        with others."""
+        with others.
+        """
         has_taken = self.averager.enter()
         self.cursor.begin(self.position.round, self.position.ledger)
         if not has_taken:
@@ -117,14 +118,16 @@ class OuterLoop:
 
     def inner_steps(self) -> int:
         """Return the number of inner steps for `round`, which starts now: the schedule's, or fewer with dynamic
-        local steps."""
+        local steps.
+        """
         steps = self.schedule.steps(self.round)
         # The leader decides, because a round in flight may already have changed the pace on another rank.
         return self.replica.ranks.on_leader(lambda: self.pace.begin(steps))
 
     def interruption(self, steps_left: int) -> Interruption:
         """Return why inner steps should end now, or "". The result is the same on every rank. Call it after each
-        inner step."""
+        inner step.
+        """
         return self.replica.ranks.on_leader(lambda: self._find_interruption(steps_left))
 
     def launch(self, tokens: int, earlier: EarlierState | None = None) -> None:
@@ -161,7 +164,8 @@ class OuterLoop:
 
     def merge(self, snapshot: Snapshot) -> None:
         """Let local params of the snapshot's fragment continue from the global params, because the round is
-        committed."""
+        committed.
+        """
         self.averager.hooks.reached("applied", snapshot.round)
         self.pending.settle(snapshot, self.position)
         if self._ahead is None:
@@ -209,7 +213,8 @@ class OuterLoop:
 
     def finish(self) -> None:
         """End the run: stay until the others have the last round, or take it from them if this island does not have
-        it."""
+        it.
+        """
         if self.replica.ranks.on_leader(self.averager.linger) and self.averager.take_state() is None:
             log.warning("other islands end with another state than this one, and their state cannot be taken")
         self.leave()
@@ -265,7 +270,8 @@ class OuterLoop:
 
     def _try_to_land(self, in_flight: BackgroundRound) -> tuple[list[RoundReport], float]:
         """Return reports of the round's attempts and the seconds spent waiting; no reports if the round was started
-        again."""
+        again.
+        """
         snapshot = in_flight.snapshot
         try:
             return in_flight.land()

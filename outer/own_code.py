@@ -25,7 +25,8 @@ def provide(path: str, target: Callable[..., Any]) -> None:
 
 def find(path: str, key: str) -> Callable[..., Any]:
     """Return the class or function that `key` of the config names by `path`. Raises InputError
-    if it was not provided."""
+    if it was not provided.
+    """
     if path not in _provided:
         raise InputError(
             f"{key}: got {path!r}, which a run of others names; it is imported only if island.allow_imports allows it"
@@ -35,7 +36,8 @@ def find(path: str, key: str) -> Callable[..., Any]:
 
 def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
     """Call the object that `path` names, with the options as keyword arguments. Raises
-    InputError if it does not accept them."""
+    InputError if it does not accept them.
+    """
     target = find(path, key)
     try:
         return target(**options)
@@ -48,7 +50,8 @@ def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
 
 def require(claims: Sequence[Claim[T]], subject: T, where: str) -> None:
     """Check each requirement. Raises InputError with the first one that does not hold. `where`
-    names key and subject."""
+    names key and subject.
+    """
     for claim in claims:
         try:
             holds = claim(subject)
@@ -64,7 +67,8 @@ def _say(claim: Claim[T], where: str) -> str:
 
 def once(build: Callable[[str, Options], T]) -> Callable[[str, Options], T]:
     """Return `build` with a cache: the result for a path and options is built once, because
-    every step requests it."""
+    every step requests it.
+    """
 
     @cache
     def built(path: str, options: tuple[tuple[str, Any], ...]) -> T:

@@ -39,7 +39,8 @@ def has_hivemind() -> bool:
 
 def require_hivemind(what: str, instead: str = "set outer.transport=tls") -> None:
     """Raise InputError if hivemind is not installed. `what` needs it; `instead` names an
-    alternative."""
+    alternative.
+    """
     if not has_hivemind():
         raise InputError(
             f"{what} needs the package hivemind, which is not installed here; pip install 'diloco[hivemind]', or "

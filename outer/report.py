@@ -77,7 +77,8 @@ class LoopSettings:
 @dataclass(frozen=True)
 class RoundReport:
     """Report of one attempt at a round on this island. Bytes are totals of all its ranks since
-    the last report."""
+    the last report.
+    """
 
     round: int
     attempt: int

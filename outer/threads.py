@@ -36,7 +36,8 @@ class Worker(Protocol):
 
     def start(self, work: Callable[[], None]) -> Joinable:
         """Run `work`, which must not raise, after all earlier tasks. The process does not wait
-        for it at its end."""
+        for it at its end.
+        """
         ...
 
 
@@ -64,7 +65,8 @@ def start_thread(work: Callable[[], None], name: str, seconds: float = START_SEC
 
 class ThreadWorker(Worker):
     """A worker with a thread of its own, which begins now and ends when this object is no longer
-    referenced."""
+    referenced.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,7 +82,8 @@ class ThreadWorker(Worker):
 
 def started_executor() -> ThreadPoolExecutor:
     """Return an executor like asyncio's own. All its threads are created now, instead of on the
-    event loop when needed."""
+    event loop when needed.
+    """
     number = min(32, (os.cpu_count() or 1) + 4)
     executor, are_there = ThreadPoolExecutor(number, "work of the event loop"), threading.Barrier(number + 1)
     for _ in range(number):
@@ -91,7 +94,8 @@ def started_executor() -> ThreadPoolExecutor:
 
 class ProcessExecutor:
     """One thread for tasks from all event loops of a process. After a fork, which copies no
-    threads, it is created again."""
+    threads, it is created again.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

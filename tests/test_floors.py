@@ -73,7 +73,7 @@ FLOORS = {
 }
 """A line is a floor, the lowest one first. A folder, or a file at the top of a package, imports lower floors only."""
 HIVEMIND_HOMES = ("outer/transports/hivemind", "outer/membership/")
-MAX_LINES = 300
+MAX_LINES = 340
 MAX_FUNCTION_LINES = 60
 MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
@@ -84,9 +84,6 @@ LARGER = {
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
-    "outer/agreement/state_machine.py": "one state machine: what follows from each message and each event",
-    "outer/loop.py": "the outer loop, with every call that an island makes, in their order",
-    "outer/rounds/agreed.py": "one averager, from its launch to its commit",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""
 

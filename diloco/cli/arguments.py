@@ -137,5 +137,6 @@ Hours = Annotated[float | None, typer.Option(min=0.01, help="With --gpus: adds t
 
 def with_resume(overrides: list[str] | None, resume: str | None) -> list[str]:
     """Return the overrides, followed by --resume as an override if it is given, so that it takes
-    precedence."""
+    precedence.
+    """
     return [*(overrides or []), *([] if resume is None else [f"island.checkpoint.resume={resume}"])]

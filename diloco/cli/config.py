@@ -14,7 +14,8 @@ def init(
     ],
 ) -> None:
     """Write a config for a first run, with a comment at each value, and print the commands that can
-    use it."""
+    use it.
+    """
     from diloco.config.new_config import write_config
 
     path = write_config(name, Path.cwd())

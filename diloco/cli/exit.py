@@ -1,5 +1,6 @@
 """The end of the command line: the errors that are shown without a traceback, and the exit
-status."""
+status.
+"""
 
 import errno
 import os
@@ -11,7 +12,8 @@ DISK_PROBLEMS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EP
 
 def error_text(error: BaseException) -> str | None:
     """Return the text to show instead of a traceback; None for an error that needs its
-    traceback."""
+    traceback.
+    """
     from diloco.errors import ConfigError
     from inner.errors import InputError as DataError
     from inner.errors import TrainingStopped

@@ -33,7 +33,8 @@ for command in (init, simulate, experiment):
 @app.command()
 def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None) -> None:
     """Run one rank of an island. Started by `diloco launch` on one node, or by torchrun on several
-    nodes."""
+    nodes.
+    """
     from diloco.config.schema import load_config
 
     resolved = load_config(config, args.with_resume(overrides, resume))
@@ -224,7 +225,8 @@ for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prep
 
 def main() -> None:
     """Run the command line. After a mistake of the user, print one message and exit with 2, in a
-    rank FINAL_STATUS."""
+    rank FINAL_STATUS.
+    """
     watch_parent()
     try:
         app(standalone_mode=True)

@@ -1,5 +1,6 @@
 """`diloco prepare`: tokenise the text of an island before the run. Importing this does not import
-torch."""
+torch.
+"""
 
 import time
 from collections.abc import Callable
@@ -134,7 +135,8 @@ def _prepare_into(
 
 def say_now_and_then(console: "Console") -> Callable[[str], None]:
     """Return a function that prints a line, unless it printed another one within the last few
-    seconds."""
+    seconds.
+    """
     last = time.monotonic()
 
     def say(text: str) -> None:

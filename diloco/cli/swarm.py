@@ -72,7 +72,8 @@ def join(
     resume: args.Resume = None,
 ) -> None:
     """Join a run: get its config from the swarm, download the state from other islands, then
-    train."""
+    train.
+    """
     from diloco.swarm.join import join as run
 
     run(address, args.with_resume(overrides, resume), ranks, run_name)
@@ -176,7 +177,8 @@ def watch(
     text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
 ) -> None:
     """Serve a dashboard of a run, live or replayed, from its folder or by queries to its
-    islands."""
+    islands.
+    """
     import logging
 
     from diloco.watch.command import Watched

@@ -45,7 +45,8 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
 
 def check_network(run: RunConfig, island: IslandConfig) -> None:
     """Raise InputError if the island's connection to other islands needs an optional package that
-    is not installed."""
+    is not installed.
+    """
     if run.outer.network.has_daemon:
         require_hivemind(f"outer.transport={run.outer.transport}")
     if any(address.startswith("/") for address in island.bootstrap):
@@ -54,7 +55,8 @@ def check_network(run: RunConfig, island: IslandConfig) -> None:
 
 def check_entry(run: RunConfig, island: IslandConfig) -> None:
     """Raise ConfigError if an island in a separate process would wait for ever, or has no usable
-    folder for its runs."""
+    folder for its runs.
+    """
     check_company(run, island)
     check_run_dir(run, island)
 
@@ -99,7 +101,8 @@ def check_run_dir(run: RunConfig, island: IslandConfig) -> None:
 
 def check_index(config: Config, index: int) -> None:
     """Raise ConfigError if `islands` has entries but none for this index, unless the island joins a
-    run."""
+    run.
+    """
     count = len(config.islands)
     if count and index >= count and not config.for_island(index).joins:
         raise ConfigError(
@@ -110,7 +113,8 @@ def check_index(config: Config, index: int) -> None:
 
 def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if stages of the run change a setting that the island's mesh needs to stay
-    constant."""
+    constant.
+    """
     stages = [at_stage(run, number) for number in range(len(run.stages))]
     lengths = {stage.data.seq_len for stage in stages}
     steps = {stage.optimizer.tokens_per_step for stage in stages}
@@ -131,7 +135,8 @@ def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> 
 
 def check_mesh(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch does not fit a run without stages, or
-    one stage of a run."""
+    one stage of a run.
+    """
     try:
         list_candidates(run, island)
     except ValueError as error:
@@ -167,7 +172,8 @@ def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
 
 def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
     """Yield all combinations of the settings that `island.auto` names, in the order of
-    list_candidates."""
+    list_candidates.
+    """
     sequences = run.optimizer.tokens_per_step // run.data.seq_len
     meshes, kinds, sizes = [island.mesh], [island.parallel.recompute], [island.micro_batch]
     if "mesh" in island.auto:
@@ -185,7 +191,8 @@ def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
 
 def check_step(run: RunConfig, island: IslandConfig) -> None:
     """Raise InputError if the island's mesh, micro-batch and similar settings cannot make an inner
-    step of this run."""
+    step of this run.
+    """
     degrees = resolve_degrees(island.mesh, island.ranks)
     tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
     num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
@@ -208,7 +215,8 @@ def check_step(run: RunConfig, island: IslandConfig) -> None:
 
 def check_stability(run: RunConfig, *, is_own: bool) -> None:
     """Raise InputError if the settings for spikes, z-loss or noise scale do not fit the rest of the
-    run."""
+    run.
+    """
     optimizer, outer = run.optimizer, run.outer
     if optimizer.z_loss and is_own:
         raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
@@ -227,7 +235,8 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
 
 def check_trainer(run: RunConfig) -> None:
     """Raise ConfigError if the run is trained by its own training loops, whose model is not known
-    here."""
+    here.
+    """
     if run.params:
         raise ConfigError(
             f"the run {run.name!r} is trained by its own program with diloco.Islands ({run.params}), and that model "
@@ -253,7 +262,8 @@ def check_fragments(run: RunConfig) -> None:
 
 def check_names(config: Config, num_islands: int) -> None:
     """Raise ConfigError if two islands have the same name, because they would have the same
-    identity and folder."""
+    identity and folder.
+    """
     names = [config.for_island(index).label for index in range(num_islands)]
     for index, name in enumerate(names):
         if (first := names.index(name)) != index:
@@ -295,7 +305,8 @@ def count_params(run: RunConfig, corpus: Corpus) -> int:
 
 def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
     """Return the name and shape of every parameter of the run's model, also of an own model. Raises
-    InputError."""
+    InputError.
+    """
     model = resolve_model(run.model, vocab_size)
     if isinstance(model, OwnModel):
         from inner.parallel.own_model import own_param_specs

@@ -1,5 +1,6 @@
 """Error texts for invalid configs, for readers without knowledge of pydantic. Importing this does
-not import torch."""
+not import torch.
+"""
 
 import difflib
 import types
@@ -22,7 +23,8 @@ ALLOWED_VALUES = {
 
 def explain_errors(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
     """Return one line per error: the key with `prefix` in front, the given value, and what is
-    allowed."""
+    allowed.
+    """
     lines = []
     for item in error.errors():
         where = prefix + ".".join(str(part) for part in item["loc"])

@@ -79,13 +79,15 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9.
 
 def swarm_text(run: RunConfig) -> str:
     """Return the text that an island publishes for joiners: only the run's part, even if `run` is a
-    whole Config."""
+    whole Config.
+    """
     return dump_config(RunConfig(**{key: getattr(run, key) for key in RunConfig.model_fields}))
 
 
 def parse_swarm_config(text: str) -> RunConfig:
     """Parse the config text that a swarm has sent. Raises ConfigError, also if the text sets
-    anything of an island."""
+    anything of an island.
+    """
     values = _load_plain_yaml(text)
     if not isinstance(values, dict):
         raise ConfigError(f"the swarm's config: got a {type(values).__name__}, expected: sections with keys")
@@ -104,7 +106,8 @@ def parse_swarm_config(text: str) -> RunConfig:
 
 def check_places(run: RunConfig, island: IslandConfig) -> None:
     """Raise ConfigError, with the cure, if the joining island would import code or open a file that
-    the swarm names."""
+    the swarm names.
+    """
     check_allowed(own_code(run), island.allow_imports, "add to island.allow_imports: ")
     for name, source in named_sources(run.data.of_island(island.label)):
         own, cure = island.data_paths, "island.data_paths=[PATH]"
@@ -136,7 +139,8 @@ def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
 
 def describe_data(run: RunConfig) -> str:
     """Return one line about the run's data for a joining island's operator: what is fetched, and
-    how much of it."""
+    how much of it.
+    """
     sources = ", ".join(map(_describe_source, run.data.sources))
     return _printable(f"it reads {sources} with the tokenizer {run.data.tokenizer}")
 
@@ -157,7 +161,8 @@ def _places_of(source: DataConfig) -> tuple[str, ...]:
 
 def _names_a_file(name: str) -> bool:
     """Return whether a name may refer to a file or folder, or to code that reads them. A hub name
-    is [OWNER/]NAME."""
+    is [OWNER/]NAME.
+    """
     is_hub_name = not name.endswith((".json", ".py")) and _HUB_NAME.fullmatch(name) is not None and ".." not in name
     return not is_hub_name or name in READERS_OF_FILES or Path(name).exists()
 

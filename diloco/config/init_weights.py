@@ -1,5 +1,6 @@
 """Compute the hash of the weights that a run starts from if model.init_from is set. Does not import
-torch."""
+torch.
+"""
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
@@ -9,7 +10,8 @@ from inner.huggingface.files import weights_sha256
 
 def pin_weights_hash(config: Config) -> Config:
     """Return the config with the hash of the weights from which `config.island` starts, if any.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     run = add_weights_hash(config.run, config.for_island(config.island.index))
     return config.model_copy(update={"model": run.model})
 

@@ -1,5 +1,6 @@
 """The part of a config that each island sets for itself: `island`, with the changes in
-`islands`."""
+`islands`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -165,12 +166,14 @@ class IslandConfig(Section):
     @property
     def runs(self) -> Path:
         """The folder `run_dir`. Raises InputError if it is in a home directory and there is
-        none."""
+        none.
+        """
         return home_path(self.run_dir, "island.run_dir")
 
     def folder(self, run: str) -> Path:
         """Return the folder for the island's own files of this run. Raises InputError as `runs`
-        does."""
+        does.
+        """
         return self.runs / run / self.label
 
     @property
@@ -180,7 +183,8 @@ class IslandConfig(Section):
 
     def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """Return the dtype in which the model computes on `device`, for example `cpu`, `cuda` or
-        `cuda:3`."""
+        `cuda:3`.
+        """
         if self.compute_dtype != "auto":
             return self.compute_dtype
         return "bfloat16" if device.startswith("cuda") else "float32"

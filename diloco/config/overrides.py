@@ -1,5 +1,6 @@
 """Replace values of a config by values of the command line or of an island. Does not import
-torch."""
+torch.
+"""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from inner.foreign.text import parse_yaml
 
 def apply_override(values: dict[str, Any], override: str) -> None:
     """Apply an override `section.key=value` to the values of a config file, in place. Raises
-    ConfigError."""
+    ConfigError.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
@@ -24,7 +26,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 def set_value(values: dict[str, Any], key: str, value: object, where: str) -> None:
     """Set the value of a dotted key in the values of a config file, in place. Raises ConfigError,
-    with `where`."""
+    with `where`.
+    """
     _set(values, key, value, where)
     islands = values.get("islands")
     if key.startswith("island.") and isinstance(islands, list):

@@ -1,5 +1,6 @@
 """Find the own code that a run's config names by import paths, and hash it for comparison. Does not
-import torch."""
+import torch.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,21 +26,24 @@ def own_code(run: RunConfig) -> list[tuple[str, str]]:
 
 def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
     """Return the sources of a run with their names in the mixture; the name is None for a single
-    source."""
+    source.
+    """
     names = [entry.name for entry in data.mixture] or [None]
     return list(zip(names, data.sources, strict=True))
 
 
 def is_allowed(path: str, allowed: tuple[str, ...]) -> bool:
     """Return whether an import path, its module, or a package that contains the module is in
-    `allowed`."""
+    `allowed`.
+    """
     module = path.partition(":")[0]
     return any(entry == path or f"{module}.".startswith(f"{entry}.") for entry in allowed)
 
 
 def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: str) -> None:
     """Raise ConfigError if another person's config names code that is not in `allowed`. `cure`
-    precedes the path."""
+    precedes the path.
+    """
     for key, path in code:
         if not is_allowed(path, allowed):
             raise ConfigError(
@@ -50,7 +54,8 @@ def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: s
 
 def add_code_hashes(run: RunConfig) -> RunConfig:
     """Return the run with the hashes of the own code on this machine. It imports that code. Raises
-    ConfigError."""
+    ConfigError.
+    """
     try:
         hashes = {path: source_sha256(path, key) for key, path in own_code(run)}
     except InputError as error:
@@ -73,7 +78,8 @@ def provide_own_code(run: RunConfig) -> None:
 
 def load_own_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the operator's own config and import the own code that outer/ needs. Raises
-    ConfigError."""
+    ConfigError.
+    """
     config = load_config(path, overrides)
     provide_own_code(config.run)
     return config
@@ -81,12 +87,14 @@ def load_own_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def outer_code(run: RunConfig) -> list[tuple[str, str]]:
     """Return (key, import path) of those of the run's codec, merge rule and outer optimizer that
-    are own code."""
+    are own code.
+    """
     return [(key, path) for key, path in own_code(run) if key.startswith("outer.")]
 
 
 def find_other_code(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Return the import paths whose file here differs from the file of the island that published
-    `theirs`."""
+    `theirs`.
+    """
     mine, others = ours.code_sha256, theirs.code_sha256
     return [path for path in mine if path in others and mine[path] != others[path]]

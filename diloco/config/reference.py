@@ -1,5 +1,6 @@
 """List every setting of a config: what is allowed, its default, its meaning. Importing this does
-not import torch."""
+not import torch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ def _settings_of(section: dict[str, Any], prefix: str) -> Iterator[Setting]:
 
 def _sections_below(field: dict[str, Any]) -> dict[str, Any] | None:
     """Return the section that a key holds, or whose list it holds; None if the key holds a
-    value."""
+    value.
+    """
     forms = [field, *field.get("anyOf", ()), field.get("items", {})]
     names = [form["$ref"].rpartition("/")[2] for form in forms if "$ref" in form]
     return config_schema()["$defs"][names[0]] if names else None

@@ -111,7 +111,8 @@ class RunConfig(Section):
 
     def initial_weights(self, island: IslandConfig) -> Path | None:
         """Return the folder of the weights from which the island starts; None for the seed's
-        weights or another's state."""
+        weights or another's state.
+        """
         if self.model.init_from is None or island.joins:
             return None
         return home_path(island.init_from or self.model.init_from, "model.init_from")
@@ -147,7 +148,8 @@ class Config(RunConfig):
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Load a YAML file, apply `section.key=value` overrides, read sizes from model.init_from.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     path = Path(path)
     try:
         text = path.read_text()
@@ -160,7 +162,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 def fill_sizes(config: Config) -> Config:
     """Return the config with the sizes of the model that model.init_from names, if any. Raises
-    ConfigError."""
+    ConfigError.
+    """
     try:
         folder = config.initial_weights(config.for_island(config.island.index))
         if folder is None:
@@ -174,7 +177,8 @@ def fill_sizes(config: Config) -> Config:
 
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
     """Parse a YAML text and apply overrides. Error messages call the text `where`. Raises
-    ConfigError."""
+    ConfigError.
+    """
     try:
         values = parse_yaml(text)
     except ValueError as error:
@@ -206,7 +210,8 @@ def at_stage(run: RunConfig, number: int) -> RunConfig:
 
 def stage_rounds(run: RunConfig) -> tuple[int, ...]:
     """Return the first round of each stage after the first. It is always the first round of a
-    cycle."""
+    cycle.
+    """
     outer, tokens = run.outer, [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
     a_step = outer.inner_steps * outer.start_islands
     cycles = count_stage_cycles(run.stages, [a_step * each for each in tokens])

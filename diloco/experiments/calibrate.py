@@ -26,7 +26,8 @@ WARM_UP_STEPS, TIMED_STEPS = 1, 4
 
 def measure(config: Config) -> Cost:
     """Return the costs of the config's first island, in core-seconds. The process group must be
-    open."""
+    open.
+    """
     begun = time.process_time()
     run, island = config.run, config.for_island(0)
     corpus = load_corpus(run, island)

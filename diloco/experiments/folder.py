@@ -64,7 +64,8 @@ class ExperimentFolder:
 
     def create(self, run: Run) -> Path:
         """Create the folder of a run with its config, and return it. An existing folder keeps its
-        content to resume from."""
+        content to resume from.
+        """
         folder = self.find(run) or self.runs / name_run(run)
         if not (folder / "config.yaml").exists():
             island = run.config.island.model_copy(update={"run_dir": str(self.runs)})
@@ -90,7 +91,8 @@ class ExperimentFolder:
 
 def order(rows: Sequence[Row]) -> list[Run]:
     """Return all runs, beginning with the first seed of each row, so that the whole table can be
-    seen early."""
+    seen early.
+    """
     most = max(len(row.seeds) for row in rows)
     return [row.run(row.seeds[index]) for index in range(most) for row in rows if index < len(row.seeds)]
 
@@ -108,7 +110,8 @@ def metrics_of(folder: Path, run: Run) -> Path:
 
 def remove_checkpoints(folder: Path, run: Run, *, keeps_one: bool) -> None:
     """Delete the checkpoints of a finished run. With `keeps_one` the newest checkpoint of the first
-    island stays."""
+    island stays.
+    """
     for index in range(len(run.config.islands)):
         saved = folder / run.config.for_island(index).label / CHECKPOINTS
         doomed = sorted(saved.glob("step-*"))[:-1] if keeps_one and index == 0 else [saved]

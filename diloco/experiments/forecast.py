@@ -69,7 +69,8 @@ def kind_of(config: Config) -> str:
 
 def calibrate(rows: Iterable[Row], folder: Path) -> dict[str, Cost]:
     """Return the costs by kind of step. Measures those that FOLDER/calibration.json lacks. Raises
-    ConfigError."""
+    ConfigError.
+    """
     path = folder / "calibration.json"
     try:
         known = _PARSER.validate_json(path.read_bytes())
@@ -135,7 +136,8 @@ def measured_seconds(row: Row, results: Results) -> float | None:
 
 def wall_seconds(runs: Sequence[Run], expected: Forecast, at_once: int) -> float:
     """Return the seconds until all runs are over if each run, in order, starts when one of
-    `at_once` cores is free."""
+    `at_once` cores is free.
+    """
     free_at = [0.0] * at_once
     for run in runs:
         heapq.heapreplace(free_at, free_at[0] + expected.core_seconds[run.row.row_id])

@@ -52,7 +52,8 @@ class ActiveRun:
 
     def poll(self) -> None:
         """Read the run's new records. Must be called before `exit_code`, which frees the process's
-        times."""
+        times.
+        """
         self.core_seconds = max(self.core_seconds, read_core_seconds(self.child.process.pid) or 0.0)
         records = self.tail.new_records()
         steps = [record.step for record in records if isinstance(record, StepRecord)]
@@ -68,7 +69,8 @@ class ActiveRun:
 
 class RunPool:
     """Works through runs in order. A failed run is left out, and the next command tries it
-    again."""
+    again.
+    """
 
     def __init__(self, folder: ExperimentFolder, runs: Sequence[Run], at_once: int, console: Console) -> None:
         self.folder, self.waiting, self.at_once, self.console = folder, list(runs), at_once, console
@@ -78,7 +80,8 @@ class RunPool:
 
     def work(self, expected: Forecast, on_finished: Callable[[Run], None]) -> None:
         """Run all runs. `on_finished` is called after each success. No process is left, even after
-        an exception."""
+        an exception.
+        """
         line_at = time.monotonic()
         try:
             with self.console.status("") as status:
@@ -156,7 +159,8 @@ class RunPool:
 
 def read_core_seconds(pid: int) -> float | None:
     """Return the processor time of a process that has not been waited for; None where the system
-    does not report it."""
+    does not report it.
+    """
     with suppress(OSError, IndexError, ValueError):
         # The name, in brackets, may contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

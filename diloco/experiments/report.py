@@ -21,7 +21,8 @@ Costs = Mapping[str, Cost]
 
 def write_report(folder: ExperimentFolder, experiment: Experiment, rows: Rows, costs: Costs) -> list[TableLine]:
     """Write the summary and the plots of the finished runs. Return the table's lines; none if no
-    run is finished."""
+    run is finished.
+    """
     results = folder.results(rows)
     if not results:
         return []
@@ -48,7 +49,8 @@ def print_report(folder: ExperimentFolder, lines: Sequence[TableLine], console: 
 
 def simulate_seconds(experiment: Experiment, rows: Rows, costs: Costs) -> tuple[int, dict[str, float]]:
     """Return the number of machines for data-parallel training, and seconds per step with
-    communication by row id."""
+    communication by row id.
+    """
     num_machines = max(len(row.config.islands) for row in rows.rows)
     link = LinkSpeed(parse_bits_per_second(experiment.report.link), parse_seconds(experiment.report.rtt))
     machines = Machines(num_machines, link)

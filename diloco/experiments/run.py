@@ -1,5 +1,6 @@
 """`diloco experiment FILE`: print the forecast, run what is missing, write the report. Read this
-file first."""
+file first.
+"""
 
 import os
 import signal
@@ -40,7 +41,8 @@ class ExperimentRequest:
 
 def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> int:
     """Run the experiment. Return exit status 0 if no run failed, else 1; 130 if interrupted. Raises
-    ConfigError."""
+    ConfigError.
+    """
     experiment = load_experiment(path)
     rows = build_rows(experiment)
     for row in rows.rows:

@@ -41,11 +41,13 @@ class Sequences(NamedTuple):
 
 class LeasedData:
     """The text of a run as one island reads it. Iterate over it only once, and call `Islands.step`
-    after each batch."""
+    after each batch.
+    """
 
     def __init__(self, islands: Islands, text: OwnData, share: tuple[int, int]) -> None:
         """Create the data. `share`: (index, number) of the equal share of each unit that this rank
-        reads."""
+        reads.
+        """
         self._islands, self._text, self._share = islands, text, share
 
     @property

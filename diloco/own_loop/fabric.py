@@ -71,7 +71,8 @@ class IslandsCallback:
 
     def until_over(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches until the run is over, repeating them if there are too few. Leaves the run
-        at the end."""
+        at the end.
+        """
         with self.islands as islands:
             num_before = -1
             number = 0

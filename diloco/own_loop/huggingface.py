@@ -50,7 +50,8 @@ class IslandsCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Enter the run. If the trainer resumes from a checkpoint, use the outer loop's state in
-        it."""
+        it.
+        """
         assert model is not None, "a trainer has a model"
         if hasattr(self, "islands"):
             self.islands.close("the trainer begins again")  # An exception may have ended it, which no callback reports.
@@ -83,7 +84,8 @@ class IslandsCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write this rank's state of the outer loop beside the trainer's state. Raises ConfigError
-        if it is too late."""
+        if it is too late.
+        """
         saved = self._saved[1] if self._is_collected(state) else self._collect_late(state)
         write_state(saved, saved_path(args, state))
 
@@ -92,7 +94,8 @@ class IslandsCallback(TrainerCallback):
 
     def _follow(self, state: TrainerState, lr_scheduler: Scheduler | None) -> None:
         """Advance the trainer's step and its schedule over steps that the run has made without this
-        island."""
+        island.
+        """
         num_missed = self.islands.steps - state.global_step
         if num_missed > 0:
             state.global_step = self.islands.steps
@@ -115,7 +118,8 @@ class IslandsCallback(TrainerCallback):
 
     def _collect_late(self, state: TrainerState) -> dict[str, Any]:
         """Take the state after the model has been saved. Raises ConfigError if that would change
-        the model."""
+        the model.
+        """
         if not self.islands.is_settled:
             raise ConfigError(
                 f"the trainer has saved its model at step {state.global_step} because of a "
@@ -127,7 +131,8 @@ class IslandsCallback(TrainerCallback):
 
     def _count(self, args: TrainingArguments, state: TrainerState) -> int:
         """Return the tokens of the step that this rank counts. The trainer counts the tokens of all
-        ranks together."""
+        ranks together.
+        """
         if args.include_num_input_tokens_seen == "no":
             return args.per_device_train_batch_size * args.gradient_accumulation_steps
         before, self._tokens_before = self._tokens_before, int(state.num_input_tokens_seen)
@@ -136,6 +141,7 @@ class IslandsCallback(TrainerCallback):
 
 def saved_path(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the path of this rank's state of the outer loop in the trainer's checkpoint of its
-    current step."""
+    current step.
+    """
     assert args.output_dir is not None, "TrainingArguments sets a default"
     return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"islands-{args.process_index}.safetensors"

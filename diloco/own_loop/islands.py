@@ -136,25 +136,29 @@ class Islands:
     @property
     def steps(self) -> int:
         """Number of inner steps that the whole run has made so far. Schedules follow it, even after
-        an absence."""
+        an absence.
+        """
         return self._rounds.inner_step
 
     @property
     def is_settled(self) -> bool:
         """Whether `state_dict` would leave the model unchanged: no round is in flight or prepared
-        by a quorum."""
+        by a quorum.
+        """
         return self._rounds.is_settled
 
     @property
     def stage(self) -> int:
         """Index, from 0, of the config's stage to which the next step belongs. A loop sets its
-        learning rate by it."""
+        learning rate by it.
+        """
         return 0 if self._data is None else self._data.stage
 
     @property
     def digest(self) -> str:
         """Digest of the committed parameters and outer momentum. It is equal on all islands of the
-        run."""
+        run.
+        """
         return self._outer.digest
 
     def units(self) -> Iterator[int]:
@@ -178,7 +182,8 @@ class Islands:
     @contextmanager
     def global_params(self) -> Iterator[None]:
         """Put the global params into the model inside the block, for evaluation. A round in flight
-        lands first."""
+        lands first.
+        """
         self._require_between_steps("global_params")
         if isinstance(self._rounds, IslandRounds):
             self._rounds.land_now()
@@ -192,7 +197,8 @@ class Islands:
 
     def use_data(self) -> OwnData:
         """Return the text of the config, for `diloco.data`. Raises ConfigError if the config names
-        none."""
+        none.
+        """
         if self._data is None:
             raise ConfigError(
                 "diloco.data: the config has no `data`; give `data` (source, seq_len, ...) and "
@@ -218,12 +224,14 @@ class Islands:
 
     def leave(self) -> None:
         """Announce that the island leaves the run, and free the network. Further calls do
-        nothing."""
+        nothing.
+        """
         self.close("the loop leaves")
 
     def close(self, why: str = "the loop has ended") -> None:
         """Leave the run like `leave`. It is called at the end of a `with` block and of the
-        process."""
+        process.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -271,7 +279,8 @@ class Islands:
 
     def _begin(self, saved: SavedState | None) -> None:
         """Enter the run. Continue inside a round if the saved state is still the state of the
-        run."""
+        run.
+        """
         outer, self._is_closed = self._outer, False
         if saved is not None:
             saved.check(self.config.run.hash)
@@ -288,7 +297,8 @@ class Islands:
 
     def _require_between_steps(self, what: str) -> None:
         """Raise RuntimeError between taking a unit and its step: the unit would count as trained
-        although it is not."""
+        although it is not.
+        """
         if self._has_unit:
             raise RuntimeError(
                 f"{what}: a unit of data was taken and its step is not counted yet; call it after islands.step"
@@ -296,7 +306,8 @@ class Islands:
 
     def _check_params(self) -> None:
         """Leave the run and raise ConfigError if the model no longer has the averaged
-        parameters."""
+        parameters.
+        """
         try:
             self._watch.require_same(self._ranks, self.round)
         except ConfigError:

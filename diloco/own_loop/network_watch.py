@@ -1,5 +1,6 @@
 """Check that an island still has its network, for a loop that would otherwise train alone for
-ever."""
+ever.
+"""
 
 from outer.connect.settings import Network
 from outer.errors import TransportError

@@ -25,7 +25,8 @@ class OwnData:
 
     def enter_stage(self, round_number: int, borders: Sequence[tuple[int, int]]) -> bool:
         """Switch to the stage of this round, whose units begin behind `borders`. Return whether it
-        is another stage."""
+        is another stage.
+        """
         if (number := stage_in_round(self._run, round_number)) == self.stage:
             return False
         assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
@@ -35,7 +36,8 @@ class OwnData:
 
     def read(self, unit: int, number: int, share: tuple[int, int]) -> StepBatch:
         """Return a share of a unit. `share`: (index, number of equal shares); `number` as in
-        IslandBatches.read_step."""
+        IslandBatches.read_step.
+        """
         data, optimizer = self.config.data, self.config.optimizer
         num_sequences = optimizer.tokens_per_step // data.seq_len // share[1]
         batch = self.batches.read_step(unit, *share, num_sequences, number)

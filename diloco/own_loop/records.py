@@ -1,5 +1,6 @@
 """Handle what happens around the rounds of an island with its own loop: records, moments, operator
-requests."""
+requests.
+"""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 class LoopEvents:
     """RoundEvents of an island with its own loop. Only the leader has metrics, so only its events
-    are written."""
+    are written.
+    """
 
     def __init__(self, participation: Participation, text: OwnData | None, before_round: Callable[[], None]) -> None:
         """`text`: what the config names. `before_round` is called before the island contributes to a round."""
@@ -34,7 +36,8 @@ class LoopEvents:
 
     def begins(self, inner_step: int) -> None:
         """Switch the text to the stage of the round. The loop's own schedule counts the steps
-        itself."""
+        itself.
+        """
         outer, text = self._participation.outer, self._text
         borders = outer.position.ledger.borders
         if text is not None and text.enter_stage(outer.round, borders):
@@ -72,7 +75,8 @@ class LoopEvents:
 
     def note_leave(self, why: str, inner_steps: int) -> None:
         """Record that the loop leaves before the run is over. Warn if the island contributed to no
-        round."""
+        round.
+        """
         text = f"{why}; {self._participation.outer.position.round} rounds are done"
         if not self._has_averaged and self._participation.metrics is not None:
             problem = (
@@ -135,7 +139,8 @@ class QuorumLoopEvents:
 
 def build_rounds(participation: Participation, run: RunConfig, events: LoopEvents) -> IslandRounds | QuorumIslandRounds:
     """Return the object that turns the loop's steps into rounds: rounds of all islands, or of a
-    quorum."""
+    quorum.
+    """
     outer = participation.outer
     if run.outer.wait_for == "all":
         return IslandRounds(outer, run.outer.num_rounds, events)

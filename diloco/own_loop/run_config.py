@@ -1,5 +1,6 @@
 """The config of a run with the user's own training loop: its allowed keys, and the part of the
-model in its hash."""
+model in its hash.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,8 @@ class OwnLoopConfig:
 
     def with_model(self, params: str, num_ranks: int) -> "OwnLoopConfig":
         """Return the config with the identifier of the model's parameters, and with the number of
-        the island's ranks."""
+        the island's ranks.
+        """
         ranks = self.island.ranks
         if ranks not in (1, num_ranks):
             raise ConfigError(

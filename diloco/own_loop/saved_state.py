@@ -1,5 +1,6 @@
 """The state of an island's outer loop for its own loop to save: a dict that `torch.load` reads with
-weights_only."""
+weights_only.
+"""
 
 import json
 from collections.abc import Mapping

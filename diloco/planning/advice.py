@@ -38,7 +38,8 @@ MAX_BITS_PER_SECOND = 1e15
 @dataclass(frozen=True)
 class Rung:
     """Settings that differ from the config's, by key in its `outer` section, and the prediction for
-    them."""
+    them.
+    """
 
     changes: dict[str, Any]
     case: Case
@@ -69,7 +70,8 @@ def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
 
 def needed_bandwidth(case: Case, target: float) -> float | None:
     """Return the bits per second at which the case reaches `target`, or None if no link is fast
-    enough."""
+    enough.
+    """
 
     def reaches(bits_per_second: float) -> bool:
         link = replace(case.link, bits_per_second=bits_per_second)
@@ -155,7 +157,8 @@ def _set_delay(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung
 
 def _sync_less(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     """Yield settings with twice the inner steps, four times, and so on, each with as much overlap
-    as it allows."""
+    as it allows.
+    """
     inner_steps = 2 * rung.case.outer.inner_steps
     while inner_steps <= MAX_INNER_STEPS:
         longer = apply_changes(rung, measure, inner_steps=inner_steps)

@@ -57,7 +57,8 @@ class PlanRequest:
 @dataclass(frozen=True)
 class StepTime:
     """Duration of an inner step on the fastest island, and how much longer it takes on the
-    slowest."""
+    slowest.
+    """
 
     seconds: float
     spread: float
@@ -110,7 +111,8 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
 
 def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> None:
     """Print what scaling laws say about the run on `request.gpus` GPUs, equally many of each kind.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     from diloco.planning.laws.chinchilla import Allocation
     from diloco.planning.laws.statements import Fleet, LawQuestion, statements
     from inner.measure.param_specs import num_elements
@@ -128,7 +130,8 @@ def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> Non
 
 def parse_count(text: str) -> float:
     """Parse a positive count such as `10B` (1e10). Raises ConfigError with a message that does not
-    name the flag."""
+    name the flag.
+    """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?([kmbgtp]?)", text.strip().lower().replace("_", ""))
     value = float(found[1]) * COUNTS[found[2]] if found else 0.0
     if not 0 < value < math.inf:
@@ -138,7 +141,8 @@ def parse_count(text: str) -> float:
 
 def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> StepTime:
     """Return the duration given on the command line, or else an estimate from the step's
-    operations. Raises ConfigError."""
+    operations. Raises ConfigError.
+    """
     if request.step_seconds is not None:
         seconds = _parse("--step-seconds", _step_seconds, request.step_seconds)
         return StepTime(seconds, request.spread or 0.0, "as given")
@@ -153,7 +157,8 @@ def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> 
 
 def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
     """Return the peak operations per second of a rank (one value for all islands, or one for each)
-    and their source."""
+    and their source.
+    """
     if request.gpu is not None:
         return _peaks_of_gpus(config, request)
     if request.flops is not None:
@@ -178,7 +183,8 @@ def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
 
 def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], str]:
     """Return the peaks of the GPUs of --gpu from their makers' data sheets, and the source. Raises
-    ConfigError."""
+    ConfigError.
+    """
     names = (request.gpu or "").split(",")
     num_islands = max(len(config.islands), 1)
     if request.flops is not None:
@@ -219,7 +225,8 @@ def _build_measure(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSp
 
 def _parse(name: str, parse: Callable[[str], T], text: str) -> T:
     """Return the flag's value, parsed by `parse`. Raises ConfigError with the flag's name in
-    front."""
+    front.
+    """
     try:
         return parse(text)
     except ConfigError as error:

@@ -157,7 +157,8 @@ def published_utilisation(picture: Picture) -> float:
 
 def memory_table(picture: Picture) -> Table:
     """Return a table of a rank's host memory by purpose, with the memory of an inner step on a GPU
-    for comparison."""
+    for comparison.
+    """
     table = plain_table(("",), ("at least", "estimate"))
     config, island, case = picture.config, picture.island, picture.case
     first = config.for_island(0)

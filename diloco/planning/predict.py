@@ -153,7 +153,8 @@ def predict(case: Case) -> Prediction:
 
 def count_steps(case: Case) -> int:
     """Return the inner steps of a cycle on the fastest island: `inner_steps`, or fewer if timed
-    rounds end earlier."""
+    rounds end earlier.
+    """
     outer = case.outer
     if outer.round_seconds is None:
         return outer.inner_steps
@@ -193,7 +194,8 @@ def find_payload_share(outer: OuterConfig, num_islands: int) -> float:
 
 def _message_seconds(case: Case, sent: RoundBytes) -> float:
     """Return the host time for handling payloads. A part's payloads are exchanged with all peers or
-    with its reducer."""
+    with its reducer.
+    """
     peers = case.num_islands - 1
     per_part = 2 * peers if _is_gathered(case.outer) else 4 * peers / case.num_islands
     return case.speed.message * (sent.num_parts * per_part / case.ranks + ROUND_MESSAGES) if peers else 0.0
@@ -201,7 +203,8 @@ def _message_seconds(case: Case, sent: RoundBytes) -> float:
 
 def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
     """Return the time lost to TCP's slow start, which begins again in each round because
-    connections pause in between."""
+    connections pause in between.
+    """
     peers, rtt = case.num_islands - 1, case.link.rtt_seconds
     first = FIRST_WINDOW_BYTES * peers * case.ranks
     in_flight = min(_payload_rate(case) * rtt / 8, sent.most_bytes)
@@ -213,7 +216,8 @@ def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
 
 def _codec_seconds(case: Case, sent: RoundBytes) -> float:
     """Return the time of one rank for coding and merging. It has its own core and an equal share of
-    the island's work."""
+    the island's work.
+    """
     speed, islands, elements = case.speed, case.num_islands, sent.num_elements
     is_gathered = _is_gathered(case.outer)
     # An island encodes its own values. As the reducer of 1/M of the parts it also decodes the values of all M islands

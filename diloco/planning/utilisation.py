@@ -73,7 +73,8 @@ def streaming(
 
 def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
     """Return the share of the time spent computing in steady state, for each bandwidth (1-D,
-    Gbit/s)."""
+    Gbit/s).
+    """
     link = _Link(model, method, gbits)
     seconds = np.zeros_like(gbits)
     for cycle in range(MAX_CYCLES):
@@ -130,7 +131,8 @@ class _Link:
 
     def _backward_nodes(self, layer: int) -> int:
         """Return how many backward nodes run until the gradient of the layer's weights is
-        computed."""
+        computed.
+        """
         return 2 * (self._num_layers - layer) - (layer == 0)
 
     def _layers_at(self, step: int) -> list[int]:

@@ -30,6 +30,7 @@ def schedule_garbage() -> None:
 
 def collect_garbage(inner_step: int) -> None:
     """Collect all garbage if it is due after this inner step. Every rank of the island must call it
-    after each step."""
+    after each step.
+    """
     if inner_step % COLLECT_STEPS == 0:
         gc.collect()

@@ -110,7 +110,8 @@ class Clock:
 
     def would_exceed(self, limit_seconds: float) -> bool:
         """Return whether another round, as long as the longest recent one, would end after the
-        limit."""
+        limit.
+        """
         return self._now() - self._started_at + max(self._rounds, default=0.0) > limit_seconds
 
 
@@ -139,7 +140,8 @@ def consume_request(path: Path) -> str | None:
 
 def forward_request(run_dir: Path, name: str, text: str) -> None:
     """Copy a request in the run's folder to each island that runs here. `text` replaces an empty
-    request's text."""
+    request's text.
+    """
     try:
         # Only one of several islands succeeds in renaming the file.
         claimed = (run_dir / name).rename(run_dir / f".{name}.{os.getpid()}")
@@ -179,7 +181,8 @@ def is_listening(path: Path) -> bool:
 
 def load_start_time(folder: Path, started_at: float) -> float:
     """Return the island's start time in unix seconds. It is saved at the first start, so restarts
-    do not change it."""
+    do not change it.
+    """
     path = folder / STARTED
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         try:

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 def pick_device(island: IslandConfig) -> str:
     """Return the device of this rank. The node's first rank logs why it is the CPU. Raises
-    ConfigError as choose_device."""
+    ConfigError as choose_device.
+    """
     local_rank, num_local_ranks = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), (LOCAL_SIZE, 1)))
     num_gpus = 0 if island.device == "cpu" else len(list_gpus())
     device = choose_device(island.device, local_rank, num_local_ranks, num_gpus)
@@ -44,7 +45,8 @@ def pick_device(island: IslandConfig) -> str:
 
 def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
     """Return the island with a dtype that its device supports. The node's first rank logs a change.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     # The driver is queried because torch would open a context on the first GPU in every rank.
     cards = () if device == "cpu" else list_cards()
     number = int(device.partition(":")[2] or 0)
@@ -59,7 +61,8 @@ def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
 @contextmanager
 def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]:
     """Initialise torch.distributed for the island's ranks and yield their RankGroup. Every rank
-    must enter the block."""
+    must enter the block.
+    """
     if device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -100,7 +103,8 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
 
 def check_same_device(store: dist.Store, rank: int, device: str) -> None:
     """Raise ConfigError if this rank and rank 0 compute on different kinds of devices. Every rank
-    must call it."""
+    must call it.
+    """
     kind = device.split(":")[0]
     if rank == 0:
         store.set(DEVICE_KEY, kind)
@@ -113,7 +117,8 @@ def check_same_device(store: dist.Store, rank: int, device: str) -> None:
 
 def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return the store through which the island's ranks connect, this process's rank, and the
-    number of ranks."""
+    number of ranks.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
         return dist.HashStore(), rank, size

@@ -60,7 +60,8 @@ class Child:
 
     def error_excerpt(self) -> str:
         """Return the last `error:` message in the log, below which other ranks may print many
-        lines; else the last lines."""
+        lines; else the last lines.
+        """
         lines = self.log_tail(LINES_BELOW).splitlines()
         first = max((index for index, line in enumerate(lines) if line.startswith("error: ")), default=None)
         if first is None:
@@ -75,7 +76,8 @@ class Child:
 
 def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Child:
     """Start `command` with its output appended to `log`. If the log cannot be opened, only a
-    warning is logged."""
+    warning is logged.
+    """
     mark = f"{os.getpid()}-{next(_numbers)}"
     env = dict(env or {})
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
@@ -94,7 +96,8 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
 
 def open_log(path: Path) -> IO[bytes]:
     """Return the file, opened for appending; if it cannot be opened, a file that discards all
-    output."""
+    output.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -117,7 +120,8 @@ def island_command(
 
 def become_island(num_ranks: int, arguments: Sequence[str], max_restarts: int) -> NoReturn:
     """Replace this process by the one that starts the ranks of an island. Takes the arguments of
-    island_command."""
+    island_command.
+    """
     command = island_command(num_ranks, arguments, max_restarts)
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -125,7 +129,8 @@ def become_island(num_ranks: int, arguments: Sequence[str], max_restarts: int) -
 
 def stop(children: Sequence[Child]) -> None:
     """End the children: SIGTERM, then after TERMINATE_SECONDS SIGKILL for what is left of their
-    process trees."""
+    process trees.
+    """
     signal_all(children, signal.SIGCONT)
     for child in children:
         terminate(child)
@@ -184,7 +189,8 @@ def find_processes(children: Sequence[Child]) -> set[int]:
 
 def find_descendants(roots: set[int]) -> set[int]:
     """Return the ids of these processes and their descendants that have not ended, by the parents
-    that `ps` prints."""
+    that `ps` prints.
+    """
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     processes = [line.split() for line in listed.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, state in processes if not state.startswith("Z")}
@@ -210,7 +216,8 @@ def find_process(child: Child, name: str) -> set[int]:
 
 def parts_of_island(pid: int) -> set[str]:
     """Return the names by which `find_process` finds an island's process. Raises OSError if there
-    is no such process."""
+    is no such process.
+    """
     lines = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
     variables = {name: value for name, _, value in (line.partition("=") for line in lines)}
     node, rank = variables.get(NODE), variables.get("RANK")

@@ -56,7 +56,8 @@ def launch_ranks(command: Sequence[str], num_ranks: int, max_restarts: int) -> i
 
 def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[int]) -> int:
     """Start all ranks and wait until all have ended. Return their common exit status. `life` counts
-    starts from 0."""
+    starts from 0.
+    """
     with open_store() as (path, descriptors):
         shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": life}
         env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
@@ -73,7 +74,8 @@ def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[i
 @contextmanager
 def open_store() -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield a path at which every rank finds the same empty file, and the descriptors that the
-    ranks must inherit."""
+    ranks must inherit.
+    """
     if hasattr(os, "memfd_create"):
         # No other user can open the file, and nothing of it is left, even if all processes are
         # killed.
@@ -124,7 +126,8 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank
 
 def report_failure(failed: Mapping[int, int], noun: str = "rank") -> int:
     """Print how ranks ended, and return the island's exit status. `failed`: Popen.returncode of the
-    failed ranks."""
+    failed ranks.
+    """
     # The other ranks fail too when the rank for which they wait ends. So a status that names a
     # cause comes first, then a signal, because a killed rank did not fail as a consequence of
     # another failure.

@@ -1,5 +1,6 @@
 """Record an island's rounds: attempts and waits when they happen, committed rounds when they land.
-Leader only."""
+Leader only.
+"""
 
 import logging
 import math
@@ -23,11 +24,13 @@ FATE = (
 
 class RoundRecords:
     """Writes records to metrics.jsonl, from any thread. Does nothing on ranks other than the
-    leader."""
+    leader.
+    """
 
     def __init__(self, metrics: Metrics | None, start_islands: int, beat: Callable[[], None] = lambda: None) -> None:
         """Create the records of a leader, or of another rank with `metrics` None. `beat` is called
-        at each sign of progress."""
+        at each sign of progress.
+        """
         self._metrics, self._start_islands, self._beat = metrics, start_islands, beat
         self.contribution = NO_PROGRESS
         """Progress that the island contributes to the round in progress; empty while it
@@ -43,13 +46,15 @@ class RoundRecords:
 
     def on_abort(self, report: RoundReport) -> None:
         """Record an attempt that was aborted just now. An aborted attempt does not change the
-        ledger."""
+        ledger.
+        """
         self._beat()
         self.write(report, self.contribution, 0.0, self.find_ledger())
 
     def on_wait(self, waiting: Waiting | None) -> None:
         """Record for which islands a round waits: at once if they changed, else every
-        WAIT_SECONDS."""
+        WAIT_SECONDS.
+        """
         self._beat()
         if waiting is None or self._metrics is None:
             return
@@ -60,7 +65,8 @@ class RoundRecords:
 
     def on_lost(self, island: str, cause: str) -> None:
         """Record that this island lost another island, at most every WAIT_SECONDS for the same
-        island."""
+        island.
+        """
         now = time.monotonic()
         if self._metrics is not None and now - self._lost.get(island, -math.inf) >= WAIT_SECONDS:
             self._lost[island] = now

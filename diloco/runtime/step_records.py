@@ -1,5 +1,6 @@
 """Make the records of steps and evaluations, in the same way for islands and for the data-parallel
-baseline."""
+baseline.
+"""
 
 import math
 import threading
@@ -83,7 +84,8 @@ def find_peak(device: str, dtype: str, num_sharers: int) -> tuple[float | None, 
 
 def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
     """Return what find_peak returns, from the data sheet of a GPU that several islands share.
-    Data sheets list products in bf16."""
+    Data sheets list products in bf16.
+    """
     sheet = find_sheet(device_name) if dtype == "bfloat16" else None
     source = (
         f"no data sheet of {device_name!r} is known here"
@@ -108,7 +110,8 @@ def note_peak(book: Logbook, speed: MfuMeter | None) -> None:
 
 def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:
     """Return the record of an inner step. `tokens`: total number of tokens that the island has
-    trained on."""
+    trained on.
+    """
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(
         **{name: getattr(result, name) for name in ("step", "loss", "lr", "grad_norm", "seconds")},
@@ -151,7 +154,8 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
 
 def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
     """Return the mean loss from (summed loss, number of targets). Raises InputError if there is no
-    target."""
+    target.
+    """
     if not (targets := sum(number for _, number in sums)):
         raise InputError(
             f"evaluate.tokens={wanted}: this number of held-out tokens contains no target to learn, such as the "
@@ -162,13 +166,15 @@ def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
 
 def _windows_beside(text: Text, seq_len: int, num_tokens: int) -> int:
     """Return the windows to evaluate of a source outside the mixture's loss: one, or all of this
-    island's own source."""
+    island's own source.
+    """
     return 1 if text.reader is None else -(-num_tokens // seq_len)
 
 
 def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int) -> tuple[float, int]:
     """Return the summed loss and number of targets of the first held-out windows of a corpus of one
-    source."""
+    source.
+    """
     seq_len, micro_batch = config.data.seq_len, trainer.settings.micro_batch
     place = trainer.data_rank, trainer.num_data_ranks
     return trainer.evaluate(heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch))

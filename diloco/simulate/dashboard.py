@@ -186,7 +186,8 @@ def format_status_line(state: RunState) -> str:
 
 def format_losses(islands: Sequence[LatestRecords]) -> str:
     """Return each island's training loss, or the range if there are more than LOSSES_SHOWN
-    islands."""
+    islands.
+    """
     known = [island.loss for island in islands if island.loss is not None]
     if len(islands) <= LOSSES_SHOWN or not known:
         return " ".join(human_loss(island.loss) for island in islands[:LOSSES_SHOWN])

@@ -30,7 +30,8 @@ PROXY_PORT = 3128
 @dataclass
 class Fleet:
     """The processes of a run. `started`: all processes ever started; `join`: starts a joining
-    island by its index."""
+    island by its index.
+    """
 
     run_dir: Path
     started: list[Child]
@@ -68,7 +69,8 @@ class Fleet:
 
     def restart(self, target: Target) -> None:
         """Start the target again with the same command, after killing all processes of its previous
-        life."""
+        life.
+        """
         old = self.child(target)
         assert old is not None, f"{target} was never started"
         kill([old])
@@ -123,7 +125,8 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
 
 def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
     """Start an island with the command `diloco join` and the values of the config's last island, or
-    restart it."""
+    restart it.
+    """
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
     island = island.model_copy(update={"ranks": island.ranks // fleet.num_nodes})  # a joining island has one node
     island = own_the_places(config.run, island)  # allowed because the run's config is by this machine's operator
@@ -141,7 +144,8 @@ def start_joiner(config: Config, index: int, address: str, faults: Sequence[Faul
 
 def changed_values(island: IslandConfig) -> list[str]:
     """Return the island's values that differ from the defaults, as overrides, except those that the
-    launcher sets."""
+    launcher sets.
+    """
     values, defaults = island.model_dump(mode="json"), IslandConfig().model_dump(mode="json")
     set_by_launcher = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
     names = [name for name in values if name not in set_by_launcher and values[name] != defaults[name]]
@@ -150,7 +154,8 @@ def changed_values(island: IslandConfig) -> list[str]:
 
 def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
     """Return overrides for where the island writes and listens, and for the faults that it injects
-    into itself."""
+    into itself.
+    """
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
     if index in fleet.hidden:
         overrides.append(f"island.relays=[{','.join(fleet.relays)}]")
@@ -182,7 +187,8 @@ def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str],
 
 def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     """Start the run's bootstrap process and return its address, which does not change at a
-    restart."""
+    restart.
+    """
     kind = config.outer.network.rendezvous
     host = fleet.namespaces[BOOTSTRAP].host if fleet.net else config.island.listen_host
     command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
@@ -200,7 +206,8 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
 
 def start_relays(config: Config, fleet: Fleet) -> None:
     """Start the relays for the islands in `hidden`, each on its own machine. They keep their ports
-    at a restart."""
+    at a restart.
+    """
     key = [] if config.island.run_key_file is None else ["--run-key-file", config.island.run_key_file]
     for name in RELAYS:
         assign_namespace(fleet, name)
@@ -220,14 +227,16 @@ def start_proxy(fleet: Fleet, index: int) -> None:
 
 def empty_log(path: Path) -> Path:
     """Return the path after emptying the log, so that no address of an earlier start is read from
-    it."""
+    it.
+    """
     path.unlink(missing_ok=True)
     return path
 
 
 def wait_for_address(child: Child) -> str:
     """Return the address that a process prints once it serves. Raises ConfigError if it does not
-    print it in time."""
+    print it in time.
+    """
     deadline = time.monotonic() + BOOTSTRAP_SECONDS
     while time.monotonic() < deadline and child.exit_code is None:
         for line in child.log.read_text(errors="replace").splitlines():

@@ -74,7 +74,8 @@ def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Ite
 
 def run_in_process(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
     """Start the child process and show the run until it is over. Return whether the islands
-    finished it."""
+    finished it.
+    """
     command = [sys.executable, "-m", "diloco", "islands", str(run_dir / "config.yaml")]
     # The command line takes precedence over a run_dir in the entry of an island.
     child = start("the islands", [*command, f"island.run_dir={run_dir.parent}"], run_dir / LOG, ONE_ARENA)

@@ -1,5 +1,6 @@
 """Inject faults into the processes of a simulated run. Every injection is recorded in
-faults.jsonl."""
+faults.jsonl.
+"""
 
 import os
 import signal
@@ -95,7 +96,8 @@ class FaultInjector:
 
     def is_over(self) -> bool:
         """Return whether the run is over. Once one island has finished, islands that are down are
-        not waited for."""
+        not waited for.
+        """
         running = [index for index, child in self._fleet.islands.items() if child.exit_code is None]
         if self._any_finished():
             if self._too_late is None:
@@ -105,7 +107,8 @@ class FaultInjector:
 
     def is_down(self, index: int) -> bool:
         """Return whether the island takes no part at present: it failed, is being ended, is frozen,
-        or is still starting."""
+        or is still starting.
+        """
         child = self._fleet.islands[index]
         if child.exit_code is not None:
             return child.exit_code != 0
@@ -128,7 +131,8 @@ class FaultInjector:
 
     def _may_strike(self, fault: Fault) -> bool:
         """Return whether the target of the storm's next fault is up, and at least half of the
-        islands stay up after it."""
+        islands stay up after it.
+        """
         target = fault.targets[0]
         if isinstance(target, str):
             return (service := self._fleet.child(target)) is not None and service.exit_code is None
@@ -211,7 +215,8 @@ class FaultInjector:
 
     def _follow_up(self, fault: Fault) -> None:
         """Record a fault that an island has injected into itself, and schedule its restart or
-        wake-up."""
+        wake-up.
+        """
         target = fault.targets[0]
         if fault.kind == "kill":
             self._mark_as_ending(fault)
@@ -237,7 +242,8 @@ class FaultInjector:
 
     def _schedule_wake_up(self, fault: Fault, since: float, number: signal.Signals | None = None) -> str:
         """Schedule the wake-up of the target at `since` (unix time) plus the fault's seconds. Send
-        it `number` first."""
+        it `number` first.
+        """
         target = fault.targets[0]
         child = self._started_child(target)
         if number is not None:
@@ -258,7 +264,8 @@ class FaultInjector:
 
     def _signal(self, fault: Fault, number: signal.Signals) -> None:
         """Send a signal to the processes that the fault names, or to all processes of the
-        target."""
+        target.
+        """
         if fault.part is None:
             signal_all([self._started_child(fault.targets[0])], number)
         for pid in self._find_process(fault) if fault.part is not None else ():
@@ -277,7 +284,8 @@ class FaultInjector:
 
     def _restart_due(self, now: float) -> None:
         """Restart each target whose time is over. The time begins when the target's processes have
-        ended."""
+        ended.
+        """
         for target, (fault, due) in list(self._restarts.items()):
             child = self._started_child(target)
             assert fault.back is not None, "only faults with `back` are followed by a restart"

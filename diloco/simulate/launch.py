@@ -162,7 +162,8 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
 
 def check_parts(faults: Sequence[Fault]) -> None:
     """Raise ConfigError if a fault hits a part of an island and this system cannot tell which
-    processes belong to it."""
+    processes belong to it.
+    """
     for fault in faults:
         if fault.part is not None and not PROC.is_dir():
             raise ConfigError(
@@ -186,7 +187,8 @@ def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets:
 
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
     """Return the config with the requested number of islands and ranks. The first round waits for
-    all islands."""
+    all islands.
+    """
     count = islands or len(config.islands) or 1
     listed = (
         [config.islands[i] if i < len(config.islands) else dict(config.islands[-1]) for i in range(count)]
@@ -210,7 +212,8 @@ def check_transport(config: Config) -> None:
 
 def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet: Fleet, console: Console) -> bool:
     """Start all processes, inject the faults and show the run until it is over. Return whether an
-    island finished."""
+    island finished.
+    """
     faults = [parse_fault(spec) for spec in disturbances.faults]
     address = None
     if config.outer.network.leaves_process:

@@ -37,7 +37,8 @@ def launch_nodes(commands: Sequence[Sequence[str]]) -> int:
 
 def start_agent(command: Sequence[str], node: int) -> subprocess.Popen[bytes]:
     """Start a node's command in a separate session. All processes that it starts are marked with
-    the node's number."""
+    the node's number.
+    """
     return subprocess.Popen(
         command, env={**os.environ, NODE: str(node)}, start_new_session=True, preexec_fn=end_with_parent
     )

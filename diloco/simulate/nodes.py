@@ -1,5 +1,6 @@
 """`diloco simulate --nodes`: build the command that starts an island of several nodes, each like
-its own machine."""
+its own machine.
+"""
 
 import json
 import os
@@ -53,7 +54,8 @@ class NodesOf:
 
 def nodes_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `python -m diloco ARGUMENTS` on all ranks of the island, by
-    torchrun on each node."""
+    torchrun on each node.
+    """
     torchrun, hosts, shared = torchrun_command(island, arguments), island.hosts, shared_folders(island.config)
     commands = []
     for number, (name, node) in enumerate(zip(hosts, island.site.nodes, strict=True)):
@@ -77,14 +79,16 @@ def torchrun_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
 
 def environment(island: NodesOf, node: int) -> list[str]:
     """Return the words in front of a node's command that give its ranks their share of the island's
-    GPUs."""
+    GPUs.
+    """
     count = len(island.gpus) // len(island.site.nodes)
     return ["env", f"{VISIBLE}={','.join(island.gpus[node * count : (node + 1) * count])}"] if island.gpus else []
 
 
 def shared_folders(config: Config) -> list[str]:
     """Return the folders that all nodes of a cluster see: the program, the working folder, and all
-    that the config names."""
+    that the config names.
+    """
     program = [str(path) for path in (PROGRAM, Path(sys.prefix), Path.cwd())]
     named = (os.path.abspath(os.path.expanduser(text)) for text in texts_in(config.model_dump(mode="json")))
     return sorted({*program, *filter(os.path.exists, named)})

@@ -51,7 +51,8 @@ def new_run_dir(parent: Path, name: str) -> Path:
 
 def find_run_dir(parent: Path, config: Config) -> Path:
     """Return the folder of the run of that name. Raises ConfigError if there is none, or if its
-    values are different."""
+    values are different.
+    """
     folder = parent / config.name
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume: there is no run in {str(folder)!r}; leave it out to begin one, or set name=...")

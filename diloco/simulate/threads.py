@@ -92,7 +92,8 @@ def resume_together(running: Sequence[Runtime]) -> None:
 
 def count_processors(device: str) -> int:
     """Return the number of islands that may compute at the same time. On a GPU they would only slow
-    each other down."""
+    each other down.
+    """
     if device != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -100,7 +101,8 @@ def count_processors(device: str) -> int:
 
 def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loop: Callable[[Runtime], None]) -> None:
     """Run each island in a thread, and return when all have ended. Raises if one fails, because
-    others need it."""
+    others need it.
+    """
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_one(runtime: Runtime) -> None:
@@ -122,7 +124,8 @@ def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loo
 
 def say_goodbye(running: Sequence[Runtime]) -> None:
     """Record the end of each island and close its records. All end together, so none announces it
-    to the others."""
+    to the others.
+    """
     for runtime in running:
         runtime.event("left", "stopped by a signal")
     for runtime in running:
@@ -132,6 +135,7 @@ def say_goodbye(running: Sequence[Runtime]) -> None:
 
 def start_logging() -> None:
     """Log to stderr, which the launcher writes to a file. Each thread has the name of its
-    island."""
+    island.
+    """
     form = "%(asctime)s %(threadName)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)

@@ -62,7 +62,8 @@ class VirtualEventLoop(EventLoop):
 
     def close(self) -> None:
         """End all threads and tasks, wherever they wait. Must be called while the world does not
-        run."""
+        run.
+        """
         for thread in self._threads:
             thread.give_up()
         for task in asyncio.all_tasks(self._loop):
@@ -73,7 +74,8 @@ class VirtualEventLoop(EventLoop):
 
 class VirtualWorker:
     """Implements `outer.threads.Worker`. Virtual threads cost no virtual time, so each piece of
-    work gets a new thread."""
+    work gets a new thread.
+    """
 
     def __init__(self, loop: VirtualEventLoop, name: str) -> None:
         self._loop, self._name = loop, name
@@ -84,7 +86,8 @@ class VirtualWorker:
 
 class VirtualThread:
     """A thread that starts immediately in virtual time. Once it is resumed, the world pauses until
-    it waits or ends."""
+    it waits or ends.
+    """
 
     def __init__(self, machine: Machine, work: Callable[[], None], name: str) -> None:
         self._machine, self._work = machine, work
@@ -157,7 +160,8 @@ class _GivenUp(BaseException):
 
 class _Loop(asyncio.SelectorEventLoop):
     """Runs until it has nothing more to do at this time, and then asks its machine to run it at its
-    next deadline."""
+    next deadline.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -179,7 +183,8 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Do the work immediately, because the time of a real thread would not be in the simulated
-        clock."""
+        clock.
+        """
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -216,7 +221,8 @@ class _Loop(asyncio.SelectorEventLoop):
 
 class _IdleSelector(selectors.SelectSelector):
     """A selector that never waits. `on_select` gets the seconds for which the loop would wait;
-    infinite without limit."""
+    infinite without limit.
+    """
 
     def __init__(self, on_select: Callable[[float], None]) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Faults of a virtual run: the kinds of `--fault` and `--storm` that can happen to modelled
-machines."""
+machines.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,7 +26,8 @@ class VirtualFaults:
         seat_of: Callable[[int], Seat],
     ) -> None:
         """Create the injector. `seat_of` returns the seat of any island, including islands that
-        join."""
+        join.
+        """
         self._fleet, self._pending, self._seat_of = fleet, list(faults), seat_of
         self._storm = filter(lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm)
         self._next_of_storm = next(self._storm, None)
@@ -38,7 +40,8 @@ class VirtualFaults:
     @property
     def is_over(self) -> bool:
         """Return whether the run is over. Once an island has finished, islands that are down are
-        not waited for."""
+        not waited for.
+        """
         if self._is_waited_for is not None and not self._is_waited_for.is_over:
             return False  # This function is called after every action, so the common case returns early.
         islands = self._fleet.islands.values()
@@ -70,7 +73,8 @@ class VirtualFaults:
 
     def _may_strike(self, fault: Fault) -> bool:
         """Return whether the target of a storm's fault is up, and at least half of the islands stay
-        up after the fault."""
+        up after the fault.
+        """
         islands = self._fleet.islands
         num_down = sum(island.is_down for island in islands.values())
         return not islands[int(fault.targets[0])].is_down and num_down + 1 <= len(islands) // 2
@@ -107,7 +111,8 @@ class VirtualFaults:
 
 def parse_faults(texts: Sequence[str]) -> list[Fault]:
     """Parse the faults of a virtual run. Raises ConfigError for a fault that cannot happen in
-    it."""
+    it.
+    """
     faults = [parse_fault(text) for text in texts]
     for text, fault in zip(texts, faults, strict=True):
         if fault.kind not in KINDS or fault.phase is not None or fault.part is not None:

@@ -74,7 +74,8 @@ class VirtualFleet:
 
     def watch(self) -> None:
         """Record news: processes that have ended, and rounds that were committed for the first
-        time."""
+        time.
+        """
         for index, island in self.islands.items():
             if island.is_over and not island.machine.is_dead:
                 self.kill(index)
@@ -88,7 +89,8 @@ class VirtualFleet:
 
     def close(self) -> None:
         """Free the threads and event loops of all processes. Must be called after the
-        simulation."""
+        simulation.
+        """
         for island in self.processes:
             island.close()
 

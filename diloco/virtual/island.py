@@ -30,7 +30,8 @@ RUN = "virtual"
 @dataclass(frozen=True)
 class Seat:
     """Properties of an island in a virtual run that do not change when its processes are
-    restarted."""
+    restarted.
+    """
 
     name: str
     index: int
@@ -149,7 +150,8 @@ class VirtualIsland:
 
     def __init__(self, seat: Seat, machine: Machine, *, incarnation: int, joins: bool, start_after: float) -> None:
         """Create the process. It starts after `start_after` virtual seconds. `incarnation`: number
-        of earlier processes."""
+        of earlier processes.
+        """
         self.seat, self.machine, self._joins, self._start_after = seat, machine, joins, start_after
         self.slowness = 1.0
         """Factor by which its inner steps are slower."""
@@ -169,7 +171,8 @@ class VirtualIsland:
     @property
     def is_down(self) -> bool:
         """Whether the process takes no part at present: it has ended, is frozen, or has not entered
-        the run yet."""
+        the run yet.
+        """
         machine = self.machine
         return self.is_over or machine.frozen_until > machine.world.now or self.diary.entered_at is None
 

@@ -52,7 +52,8 @@ class Way:
 
     def pass_through(self, lane: Lane, now: float, seconds: float) -> float:
         """Let a message pass for `seconds`, after the earlier messages of its lane. Return the time
-        at which it has passed."""
+        at which it has passed.
+        """
         self.busy_seconds += seconds
         self.free_at[lane] = max(self.free_at[lane], now) + seconds
         return self.free_at[lane]
@@ -94,7 +95,8 @@ class Uplink:
 
     def send(self, to: str, seconds: float, begin: Action, end: Action) -> None:
         """Send a payload that needs `seconds` of the whole link, after the earlier payloads to the
-        same island."""
+        same island.
+        """
         self._advance()
         sending = Sending(to, seconds, begin, end)
         if to in self._waiting:
@@ -116,7 +118,8 @@ class Uplink:
 
     def _plan_look(self) -> None:
         """Plan a check at the end of the next payload. If other payloads begin earlier, the check
-        plans another one."""
+        plans another one.
+        """
         if not self._under_way:
             return
         ends_at = self._as_of + max(0.0, self._under_way[0][0] - self._passed) * len(self._under_way)
@@ -189,7 +192,8 @@ class VirtualNetwork:
 
     def _weigh(self, parcel: Parcel) -> tuple[int, int, float, float]:
         """Return the parcel's bytes, the number of messages it stands for, and its bytes on the
-        sender's and receiver's link."""
+        sender's and receiver's link.
+        """
         size, share = self.size_of(parcel), self.stand_in.share
         if parcel.tag is None or share == 1.0:
             return size, 1, size, size
@@ -213,7 +217,8 @@ class VirtualNetwork:
 
     def _send_payload(self, parcel: Parcel, sending: float, receiving: float, arrive: Callable[[float], None]) -> None:
         """Send over the uplink, and call `arrive` with the time at which the payload has passed
-        both links."""
+        both links.
+        """
         down, has_room = self.down[parcel.to], 0.0
         self.up[parcel.source].busy_seconds += sending
 

@@ -1,5 +1,6 @@
 """Measurements of a virtual run: utilisation, time to commit, messages and bytes, and the first
-bottleneck."""
+bottleneck.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,8 @@ def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Te
 
 def find_ready(landed: Sequence[LandedRound]) -> dict[int, float]:
     """Return, by round, when the last participant was ready for which the plan waited. Later ones
-    only observed."""
+    only observed.
+    """
     planned: dict[int, float] = {}
     for each in landed:
         planned[each.number] = min(planned.get(each.number, each.planned_at), each.planned_at)
@@ -141,7 +143,8 @@ def find_ready(landed: Sequence[LandedRound]) -> dict[int, float]:
 
 def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
     """Return the share of committed inner steps in the time between each process's first and last
-    landing."""
+    landing.
+    """
     windows = [(p, p.diary.rounds) for p in processes if len(p.diary.rounds) > 1]
     total = sum(rounds[-1].landed_at - rounds[0].landed_at for _, rounds in windows)
     steps = sum(p.seat.step_seconds * sum(each.num_steps for each in rounds[1:]) for p, rounds in windows)

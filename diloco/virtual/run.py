@@ -54,7 +54,8 @@ class VirtualRun:
 
     def step_seconds_of(self, index: int) -> float:
         """Return the time of an inner step on an island. Islands that join are as fast as the first
-        island."""
+        island.
+        """
         place = index / max(self.num_islands - 1, 1) if index < self.num_islands else 0.0
         return self.step_seconds * (1 + self.spread * place)
 

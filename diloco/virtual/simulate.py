@@ -1,5 +1,6 @@
 """`diloco simulate --virtual`: build the run that a config and the command line describe, and print
-its results."""
+its results.
+"""
 
 import itertools
 import logging
@@ -112,7 +113,8 @@ def parse_step_seconds(text: str | None) -> float:
 
 def _parse_duration(name: str, text: str) -> float:
     """Return the seconds of a flag such as 0.5, 0.5s or 500ms. Raises ConfigError with the flag's
-    name."""
+    name.
+    """
     try:
         return parse_seconds(text if text.strip()[-1:].isalpha() else f"{text}s")
     except ConfigError as error:

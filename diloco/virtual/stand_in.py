@@ -74,7 +74,8 @@ class StandInParams:
 
     def train(self) -> None:
         """Make one inner step. Islands train at different speeds, so their pseudo-gradients
-        differ."""
+        differ.
+        """
         for values in self._values:
             values += self._progress
 
@@ -111,7 +112,8 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
 
 def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecChoice, leg: Leg) -> list[int]:
     """Return the bytes of each part of the stand-in: the sum over the real parts assigned to it in
-    turn."""
+    turn.
+    """
     sizes = [0] * len(small.parts)
     for fragment, parts in enumerate(by_fragment):
         standing_in = [part.index for part in small.parts if part.fragment == fragment]
@@ -123,5 +125,6 @@ def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecCho
 
 def _name(fragment: int, num_fragments: int) -> str:
     """Return a name that the sequential pattern puts into this fragment. The last fragment has what
-    is in no layer."""
+    is in no layer.
+    """
     return "rest" if fragment == num_fragments - 1 else f"layers.{fragment}"

@@ -25,11 +25,13 @@ MAX_RESULTS = 1 << 15
 
 class World:
     """The clock of a simulation. Time passes only between planned actions, and all actions run on
-    one thread."""
+    one thread.
+    """
 
     def __init__(self, limit_seconds: float) -> None:
         """Create the clock. `limit_seconds`: virtual time after which the simulation is given
-        up."""
+        up.
+        """
         self.now = 0.0
         """Virtual seconds since the beginning."""
         self.acting: Machine | None = None
@@ -48,7 +50,8 @@ class World:
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Let time pass until `is_over` returns True. Raises ConfigError if the run does not
-        end."""
+        end.
+        """
         while not is_over():
             if not self._due or self._due[0][0] > self._limit_seconds:
                 raise ConfigError(
@@ -62,7 +65,8 @@ class World:
 
 class Machine:
     """The machine of one island. It can die or freeze, and it counts the processor time of the
-    island's code."""
+    island's code.
+    """
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -73,7 +77,8 @@ class Machine:
 
     def at(self, when: float, action: Action) -> None:
         """Call `action` at this time on this machine: later if the machine is frozen then, and
-        never if it is dead."""
+        never if it is dead.
+        """
         self.world.at(when, partial(self._act, action))
 
     def _act(self, action: Action) -> None:
@@ -96,7 +101,8 @@ class Machine:
 
 class SharedWork:
     """Work that is equal on all islands is done once, and its processor time is charged to each
-    island: a `Share`."""
+    island: a `Share`.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -42,7 +42,8 @@ class Watched:
 
 def watch(watched: Watched, how: How, host: str, port: int) -> None:
     """Show the runs until Ctrl-C, or print them once. Raises ConfigError, InputError or OuterError
-    if that is impossible."""
+    if that is impossible.
+    """
     with open_views(watched) as (views, control):
         if how == "json":
             for view in views:

@@ -1,5 +1,6 @@
 """What an operator may do from the page with `--control`. Each action must be confirmed, and is
-noted in the logbook."""
+noted in the logbook.
+"""
 
 import secrets
 import time
@@ -31,7 +32,8 @@ TEXTS = {
 
 class Wish(BaseModel):
     """A request from the page. `confirm` is empty in the first request, and the word of its answer
-    in the second."""
+    in the second.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,12 +59,14 @@ class Hand(Protocol):
 
     def act(self, action: Action, island: str) -> str:
         """Carry out the action and return its result as text. Raises OuterError if no island did
-        it."""
+        it.
+        """
         ...
 
     def invite(self) -> str:
         """Return the command with which another island joins. Raises OuterError if it is not
-        known."""
+        known.
+        """
         ...
 
 
@@ -142,7 +146,8 @@ def listens(folder: Path) -> bool:
 
 def find_config(run_dir: Path) -> Config:
     """Return the config in a run's folder or in a folder of its islands. Raises MessageError if
-    there is none."""
+    there is none.
+    """
     for path in (run_dir / "config.yaml", *sorted(run_dir.glob("*/config.yaml"))):
         try:
             return load_config(path)
@@ -153,7 +158,8 @@ def find_config(run_dir: Path) -> Config:
 
 def invitation(config: Config, address: str) -> str:
     """Return the command by which another island joins, with notes on what else its operator must
-    do."""
+    do.
+    """
     address = address or next(iter(config.island.bootstrap), "")
     if not address:
         raise MessageError("the run's config has no island.bootstrap: give the address that `diloco bootstrap` printed")

@@ -1,5 +1,6 @@
 """Send the pages of a run its events as they happen. One reader of its records serves all open
-pages."""
+pages.
+"""
 
 import asyncio
 import json
@@ -21,11 +22,13 @@ Reader = asyncio.Queue[str]
 
 class Feed:
     """The events of one run. It reads records only while a page listens. All methods run on one
-    event loop."""
+    event loop.
+    """
 
     def __init__(self, prediction: RunPrediction, operator: str | None = None) -> None:
         """Create a feed. `operator`: the key in whose name the page may act; None if it may not
-        act."""
+        act.
+        """
         self._prediction, self._view, self._operator = prediction, prediction.view, operator
         self._readers: dict[Reader, None] = {}  # the oldest first
         self._position: Any = None
@@ -35,7 +38,8 @@ class Feed:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events: first a snapshot of the run, then new rows every
-        UPDATE_SECONDS, and the prediction."""
+        UPDATE_SECONDS, and the prediction.
+        """
         await self._begin()
         reader, position = Reader(MAX_WAITING), self._position
         self._readers[reader] = None

@@ -39,7 +39,8 @@ def show_prediction(state: dict[str, Any]) -> Iterator[RenderableType]:
 
 def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield rows of a name, the predicted value, and the range of measured values over the
-    islands."""
+    islands.
+    """
     p, islands = state["predicted"], state["islands"]
     for name, key, show in ROWS:
         values = [island[key] for island in islands if island[key] is not None]
@@ -61,7 +62,8 @@ def rounds_left(state: dict[str, Any]) -> int:
 
 def span(values: Sequence[float], show: Callable[[float], str]) -> str:
     """Return the lowest and the highest value as text; only one of them if both have the same
-    text."""
+    text.
+    """
     ends = [show(min(values)), show(max(values))] if values else [UNKNOWN]
     return " to ".join(dict.fromkeys(ends))
 

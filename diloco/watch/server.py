@@ -1,5 +1,6 @@
 """The web server of the page: read-only unless --control is given, on loopback by default,
-elsewhere with a token."""
+elsewhere with a token.
+"""
 
 import asyncio
 import hmac
@@ -102,7 +103,8 @@ def build_app(
 
 def page_routes(place: str, name: str) -> dict[str, Route]:
     """Return the routes of a page at a path that ends with a slash, and of its files below that
-    path."""
+    path.
+    """
     from fastapi.responses import FileResponse, PlainTextResponse
     from starlette.responses import Response
 
@@ -119,7 +121,8 @@ def page_routes(place: str, name: str) -> dict[str, Route]:
 
 def act_route(control: Control) -> Route:
     """Return a route that takes a Wish. It answers with a text, with the word that confirms it, or
-    with an error."""
+    with an error.
+    """
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
@@ -180,7 +183,8 @@ def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:
 
 def is_known(request: Any, token: str) -> bool:
     """Return whether the request contains the token: in its query, in its cookie, or as a bearer
-    token."""
+    token.
+    """
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     given = (request.query_params.get("token", ""), request.cookies.get("diloco_watch", ""), bearer)
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
@@ -207,7 +211,8 @@ def serve(
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that accepts connections. Raises ConfigError if the address is in use or not
-    this machine's."""
+    this machine's.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -1,5 +1,6 @@
 """Act on the islands of a run over the network, by orders that are signed with the operator's
-key."""
+key.
+"""
 
 import time
 from collections.abc import Callable
@@ -30,7 +31,8 @@ class SwarmHand:
     @property
     def book(self) -> Logbook:
         """The logbook of the collected records. Each island also notes its orders in its own
-        logbook."""
+        logbook.
+        """
         return Logbook(self.collector.folder, OPERATOR)
 
     def act(self, action: Action, island: str) -> str:

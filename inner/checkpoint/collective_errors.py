@@ -1,5 +1,6 @@
 """Run a function on the ranks of a group so that all of them succeed, or all raise the same
-error."""
+error.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -32,6 +33,7 @@ def run_on_all_ranks(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]
 
 def run_on_first_rank(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only; return its result, or raise its error, on every rank. Every rank
-    must call it."""
+    must call it.
+    """
     is_first = dist.get_rank(group) == 0
     return run_on_all_ranks(group, lambda: work() if is_first else None)[0]  # pyright: ignore[reportReturnType] - from rank 0

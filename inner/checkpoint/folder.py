@@ -142,7 +142,8 @@ def publish(partial: Path, manifest: Manifest, signer: Signer = UNSIGNED) -> Non
 
 def finish(partial: Path, manifest: bytes, name: str) -> None:
     """Write the manifest into a partial folder whose other files are on the disk, and rename the
-    folder to `name`."""
+    folder to `name`.
+    """
     write_synced(partial / MANIFEST, manifest)
     _sync_folder(partial)
     partial.rename(partial.with_name(name))
@@ -173,7 +174,8 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
 
 def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> list[str]:
     """Reject the checkpoints of `inner_step` and of later steps, and return their names, newest
-    first."""
+    first.
+    """
     rejected = [each for each in list_published(folder, signer)[0] if each.inner_step >= inner_step]
     with _input_errors(folder):
         for checkpoint in rejected:
@@ -183,7 +185,8 @@ def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> li
 
 def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
     """Return the checkpoints whose manifest and file sizes are right, newest first, and a message
-    for each damaged or refused checkpoint."""
+    for each damaged or refused checkpoint.
+    """
     intact, problems = [], []
     with _input_errors(folder):
         paths = sorted(folder.iterdir())
@@ -203,7 +206,8 @@ def file_specs(path: Path, patterns: Iterable[str]) -> dict[str, FileSpec]:
 
 def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None:
     """Return a message about the first of these files that cannot be read or has changed since it
-    was written, or None."""
+    was written, or None.
+    """
     for name in names:
         try:
             is_same = _file_spec(checkpoint.path / name) == checkpoint.manifest.files[name]
@@ -216,7 +220,8 @@ def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None
 
 def free_space(folder: Path) -> str:
     """Return a text with the free space of the disk, because torch reports only "unexpected pos"
-    when a tensor does not fit."""
+    when a tensor does not fit.
+    """
     try:
         return f"{shutil.disk_usage(folder).free} bytes are free"
     except OSError as error:
@@ -230,7 +235,8 @@ def _file_spec(file: Path) -> FileSpec:
 
 def read_part(path: Path, most_bytes: int) -> bytes:
     """Read a file, but no more than its first `most_bytes` bytes. Raises InputError if it cannot be
-    read."""
+    read.
+    """
     try:
         with open_file(path) as file:
             return read_at_most(file, most_bytes)
@@ -240,7 +246,8 @@ def read_part(path: Path, most_bytes: int) -> bytes:
 
 def _read_and_check(path: Path, signer: Signer) -> Manifest:
     """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first
-    problem."""
+    problem.
+    """
     manifest = parse_manifest(read_part(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
     for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
@@ -252,7 +259,8 @@ def _read_and_check(path: Path, signer: Signer) -> Manifest:
 
 def free_name(folder: Path, inner_step: int) -> str:
     """Return the name for a new checkpoint: step-00000120, or step-00000120-2 and so on if that
-    name is taken."""
+    name is taken.
+    """
     name = f"step-{inner_step:08d}"
     number = 1
     while (folder / name).exists():

@@ -97,7 +97,8 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
 
 def parse_index(raw: bytes, manifest: Manifest) -> Index:
     """Parse the content of `.metadata`. Raises PickleError if it describes anything except tensors
-    in the manifest's files."""
+    in the manifest's files.
+    """
     metadata = _attributes(parse_pickle(raw, KNOWN), METADATA + "Metadata")
     places = dict(_places(_pairs(metadata.get("storage_data")), manifest))
     tensors: dict[str, TensorStorageMetadata] = {}
@@ -137,7 +138,8 @@ def _chunk(value: Any, shape: Shape) -> ChunkStorageMetadata:
 
 def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tuple[ChunkKey, Place]]:
     """Yield the place of each chunk. Raises PickleError if the chunks of a file have more bytes
-    than the file."""
+    than the file.
+    """
     left = {name: spec.size_bytes for name, spec in manifest.files.items() if name != INDEX}
     for key, value in pairs:
         chunk, info = _attributes(key, METADATA + "MetadataIndex"), _attributes(value, FILESYSTEM + "_StorageInfo")
@@ -154,7 +156,8 @@ def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tu
 
 def _attributes(value: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of an object of the class `kind`. Raises PickleError if `value` is not
-    such an object."""
+    such an object.
+    """
     if not isinstance(value, Call) or value.function != kind or value.args != ():
         raise PickleError(f"it holds {_describe(value)} where {kind} is expected")
     return {_text(name): attribute for name, attribute in _pairs(value.state)}

@@ -62,7 +62,8 @@ class Signer(Protocol):
 
     def check(self, raw: bytes, where: str) -> bytes:
         """Return the manifest without its signature. Raises InputError, naming `where`, if the
-        manifest must not be read."""
+        manifest must not be read.
+        """
         ...
 
 
@@ -90,7 +91,8 @@ _HEADER, _MANIFEST = TypeAdapter(_Header), TypeAdapter(Manifest)
 
 def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
     """Return the bytes of a manifest file: the signature, then a line with the hash of the JSON,
-    then the JSON."""
+    then the JSON.
+    """
     values = {"format": FORMAT, **asdict(manifest)}
     text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode()
     return signer.sign(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
@@ -127,7 +129,8 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
 
 def _check_items(values: dict[str, Any]) -> None:
     """Raise ValueError at the first wrong item. pydantic is not used: there may be millions, and it
-    keeps an error for each."""
+    keeps an error for each.
+    """
     optimizers, files = values.get("optimizers", {}), values.get("files", {})
     if isinstance(optimizers, dict) and not all(isinstance(each, str) for each in optimizers.values()):
         raise ValueError("optimizers: text expected for each name")

@@ -27,7 +27,8 @@ class Name:
 @dataclass(slots=True, eq=False)
 class Call:
     """A call of `function` with `args`, which may build an object; `state` holds the attributes
-    that the object would get."""
+    that the object would get.
+    """
 
     function: str
     args: tuple[Any, ...]

@@ -115,7 +115,8 @@ class Checkpoints:
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until no save is in progress. Raises TimeoutError, or CheckpointFailed if the save
-        failed, once per failure."""
+        failed, once per failure.
+        """
         if self._writing is None:
             return
         finished, _ = wait([self._writing], timeout_seconds)
@@ -199,7 +200,8 @@ class Checkpoints:
     def load_extra(self, checkpoint: SavedCheckpoint, allocate: AllocateExtra) -> Tensors:
         """Load only saved `extra` tensors, and return them. `allocate` gets the names of all saved
         tensors and returns memory for the tensors to load. Raises InputError for a refused index or
-        tensor."""
+        tensor.
+        """
         self.wait(self._timeout_seconds)
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
         tensors = dict(allocate(index.tensors.keys()))
@@ -208,13 +210,15 @@ class Checkpoints:
 
     def reject_since(self, inner_step: int) -> list[str]:
         """Reject checkpoints of this inner step and later, so that nobody resumes from them.
-        Returns their names."""
+        Returns their names.
+        """
         self.wait(self._timeout_seconds)
         return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
 
     def run_on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0, which holds the folder's lock. If `work` raises, every rank raises
-        the same error."""
+        the same error.
+        """
         run_on_first_rank(self._group, work)
 
     def close(self) -> None:
@@ -232,7 +236,8 @@ class Checkpoints:
 
     def _write(self, copies: dict[str, Tensor], partial: Path, manifest: Manifest) -> None:
         """Write and publish a checkpoint in the background, on all ranks. Raises
-        CheckpointFailed."""
+        CheckpointFailed.
+        """
         mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
             dcp.save(
@@ -263,7 +268,8 @@ class Checkpoints:
 
     def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
         """Return a message if it was rejected, or None. Only rank 0 looks, so that all ranks
-        agree."""
+        agree.
+        """
         is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
         return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 

@@ -28,7 +28,8 @@ Saved = Mapping[str, TensorStorageMetadata]
 
 def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tensor]]:
     """Return this rank's tensors by name, detached but sharing memory. A tied weight has several
-    copies under one name."""
+    copies under one name.
+    """
     named: dict[str, list[Tensor]] = defaultdict(list)
     for name, param in named_params(stages):
         named[PARAMS + name].append(param.detach())
@@ -72,7 +73,8 @@ def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
 
 def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_kinds: Mapping[str, str]) -> str | None:
     """Return a message about the first parameter that cannot be loaded from the checkpoint into
-    these stages, or None."""
+    these stages, or None.
+    """
     for name, param in named_params(stages):
         stored = saved.get(PARAMS + name)
         if stored is None:
@@ -116,7 +118,8 @@ def named_params(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
     """Yield (name, parameter, optimizer, param group) for each parameter that an optimizer
-    steps."""
+    steps.
+    """
     names = {param: name for name, param in named_params(stages)}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -127,7 +130,8 @@ def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.P
 
 def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorageMetadata) -> Tensor:
     """Allocate one state. 0-d states (step counts) are on the CPU, unless the optimizer's kernel
-    reads them on the device."""
+    reads them on the device.
+    """
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)

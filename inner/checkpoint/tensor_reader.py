@@ -91,7 +91,8 @@ class TensorReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all chunks that the plan assigns to this rank. Raises InputError if a chunk is not
-        what the index says."""
+        what the index says.
+        """
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR, "the index holds tensors only"
             name, offsets = item.storage_index.fqn, item.storage_index.offset

@@ -1,5 +1,6 @@
 """Config of one island: model, data, optimizer and parallelism. It does not import torch, so config
-errors appear fast."""
+errors appear fast.
+"""
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling

@@ -131,7 +131,8 @@ class DataConfig(SourceConfig):
 
     def of_island(self, island: str) -> "DataConfig":
         """Return the data that the island of this name reads. Raises ValueError if no source is
-        left for it."""
+        left for it.
+        """
         here = tuple(entry for entry in self.mixture if entry.is_read_by(island))
         if self.mixture and not here:
             raise ValueError(

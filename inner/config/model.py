@@ -19,7 +19,8 @@ keys that it also accepts."""
 
 class RopeScaling(Section):
     """How RoPE is scaled for sequences longer than in pre-training, with the names that
-    transformers uses. See inner/model/rope.py."""
+    transformers uses. See inner/model/rope.py.
+    """
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn"]
     """The rule by which positions are scaled."""
@@ -64,7 +65,8 @@ class RopeScaling(Section):
 
 class ModelConfig(Section):
     """A Llama-style decoder. `preset` gives all sizes; a size that is set beside it replaces the
-    preset's."""
+    preset's.
+    """
 
     name: Annotated[str, one_of((), "my_package.models:GatedConv")] | None = None
     """Import path of an own model, which replaces the decoder: inner/parallel/own_model.py. Of this

@@ -52,7 +52,8 @@ class AveragingConfig(Section):
 
 class SpikeConfig(Section):
     """When a step's loss is a spike, and what happens then. Every spike is reported in the
-    logbook."""
+    logbook.
+    """
 
     deviations: float = Field(default=6.0, gt=0)
     """A loss is a spike if it is more than this number of standard deviations above the mean of the
@@ -68,7 +69,8 @@ class SpikeConfig(Section):
 
 class OptimizerConfig(Section):
     """The inner optimizer, its learning-rate schedule in inner steps, gradient clipping, and the
-    limit on skipped steps."""
+    limit on skipped steps.
+    """
 
     name: Annotated[str, one_of(("adamw", "sgd", "muon"), "my_package.optimizers:Lion")] = "adamw"
     """`adamw`, `sgd`, or `muon`, which uses Muon for the matrices of the blocks and AdamW with the

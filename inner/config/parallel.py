@@ -9,7 +9,8 @@ from inner.config.section import Section
 
 class MeshConfig(Section):
     """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes all
-    ranks that the others leave."""
+    ranks that the others leave.
+    """
 
     pp: int = Field(default=1, ge=1)
     """Number of pipeline ranks, each of which holds some of the layers."""
@@ -39,7 +40,8 @@ Accumulate = Literal["sharded", "whole"]
 
 class ParallelConfig(Section):
     """How an island uses the axes of its mesh. These settings change the results only by
-    rounding."""
+    rounding.
+    """
 
     zero: Literal[2, 3] | None = None
     """ZeRO stage of FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. null:
@@ -69,17 +71,20 @@ class ParallelConfig(Section):
 
     def frees_after_forward(self, pp: int) -> bool:
         """Return whether blocks free their gathered weights after the forward. A pipeline would
-        gather them per micro-batch."""
+        gather them per micro-batch.
+        """
         return (self.zero or (3 if pp == 1 else 2)) == 3
 
     def reduces_each_micro_batch(self, num_shards: int) -> bool:
         """Return whether each micro-batch reduces its gradients over the shards. With one shard
-        there is nothing to reduce."""
+        there is nothing to reduce.
+        """
         return self.accumulate == "sharded" and num_shards > 1
 
     def splits_stream(self, tp: int) -> bool:
         """Return whether each tp rank holds only its share of the positions of the residual
-        stream."""
+        stream.
+        """
         return tp > 1 and self.sequence_parallel
 
 

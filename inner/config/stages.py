@@ -1,5 +1,6 @@
 """Config of a run's stages. From some round on, a stage changes mixture, sequence length, batch or
-learning rate."""
+learning rate.
+"""
 
 from collections.abc import Sequence
 
@@ -40,7 +41,8 @@ class StageConfig(Section):
 
 def count_stage_cycles(stages: Sequence[StageConfig], cycle_tokens: Sequence[int]) -> list[int]:
     """Return the number of cycles of each stage except the last. `cycle_tokens`: the tokens of one
-    cycle of each stage."""
+    cycle of each stage.
+    """
     return [-(-(stage.tokens or 0) // tokens) for stage, tokens in zip(stages[:-1], cycle_tokens, strict=False)]
 
 

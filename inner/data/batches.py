@@ -1,5 +1,6 @@
 """Training batches. The sequences of each unit follow from the seed alone, so there is no state to
-save or restore."""
+save or restore.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -59,7 +60,8 @@ class IslandBatches:
         start: StageStart = FROM_THE_START,
     ) -> None:
         """Build the units of a text. `start` is the place at which a stage of the run begins to
-        read."""
+        read.
+        """
         self._texts = corpus.texts
         self._seq_len = seq_len
         self._first_unit = start.unit
@@ -110,7 +112,8 @@ class IslandBatches:
 
     def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0) -> StepBatch:
         """Read this rank's share of a unit for one inner step, and time the reading. `number`: as
-        in micro_batches."""
+        in micro_batches.
+        """
         started_at = time.perf_counter()
         micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch, number)
         seconds = time.perf_counter() - started_at
@@ -118,7 +121,8 @@ class IslandBatches:
 
     def expect(self, units: Iterable[range]) -> None:
         """Announce the units that will be read soon, in order, so that their text can be fetched.
-        Call it before each step."""
+        Call it before each step.
+        """
         if not self.is_streamed or time.monotonic() - self._expected_at < EXPECT_SECONDS:
             return
         self._expected_at = time.monotonic()
@@ -129,7 +133,8 @@ class IslandBatches:
 
     def _positions(self, source: int, units: Iterable[range]) -> Iterator[range]:
         """Yield the positions in the reading order of a source that the units read, in order. In a
-        mixture, a few more positions may be included."""
+        mixture, a few more positions may be included.
+        """
         for unit in islice(chain.from_iterable(units), EXPECT_UNITS):
             first = self._position(unit)
             end = first + self._sequences_per_step
@@ -137,7 +142,8 @@ class IslandBatches:
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
         """Return the number of tokens of each source in a unit. If the island has sources of its
-        own, it counts the unit that was read last."""
+        own, it counts the unit that was read last.
+        """
         numbers = self._count_sources(unit) if self._site is None else self._site.count_sources(len(self._texts))
         return {text.name: number * self._seq_len for text, number in zip(self._texts, numbers, strict=True)}
 

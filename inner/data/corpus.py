@@ -44,7 +44,8 @@ KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
 @dataclass(frozen=True, eq=False)
 class Text:
     """Token ids of one source. Each document ends with eos; held-out documents are not in
-    `train`."""
+    `train`.
+    """
 
     train: Tokens | StreamedTokens
     heldout: Tokens
@@ -84,7 +85,8 @@ class Corpus:
     @property
     def compared(self) -> "Corpus":
         """The texts whose held-out loss islands compare: those that all islands have, or else all
-        texts."""
+        texts.
+        """
         return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
 
     @property
@@ -174,7 +176,8 @@ def _cache_key(config: DataConfig) -> str:
 
 def text_identity(config: DataConfig, more: list[object]) -> str:
     """Return 16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and
-    values of `more`."""
+    values of `more`.
+    """
     chat = config.format == "chat"
     parts = [
         *more,
@@ -189,7 +192,8 @@ def text_identity(config: DataConfig, more: list[object]) -> str:
 
 def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
     """Write shards to a temporary folder, perhaps one of an earlier process; rename it to
-    `folder`."""
+    `folder`.
+    """
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
     def report(progress: PrepareProgress) -> None:
@@ -291,7 +295,8 @@ def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, floa
 
 def _heldout_begin(whole: ShardedTokens, fraction: float) -> int:
     """Return where the held-out part begins: at the last end of a document that leaves at least the
-    fraction `fraction`."""
+    fraction `fraction`.
+    """
     at = min(int(len(whole) * (1 - fraction)), len(whole) - 1)
     ends = whole.document_ends()
     number = int(np.searchsorted(ends, at, side="right"))

@@ -52,7 +52,8 @@ def _take(descriptor: int, path: Path, what: str) -> None:
 
 def _build_keep_alive(descriptor: int) -> KeepAlive:
     """Return a function that shows waiting processes that work continues. Frequent calls are
-    cheap."""
+    cheap.
+    """
     last = 0.0
 
     def keep_alive() -> None:

@@ -1,5 +1,6 @@
 """Model inputs cut from a window of tokens: input tokens, targets, and the documents that they
-belong to."""
+belong to.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class Packing:
 
 def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: torch.device) -> Packing:
     """Build the packing at some rising positions of sequences whose document numbers are
-    `sequences_BT`."""
+    `sequences_BT`.
+    """
     documents_BS = sequences_BT[:, positions_S]
     is_first_BS = np.ones(documents_BS.shape, dtype=bool)
     is_first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
@@ -61,7 +63,8 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 class MicroBatch(NamedTuple):
     """Input of one forward pass: this rank's positions of some sequences. Each tensor is (B, S)
-    int64."""
+    int64.
+    """
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -71,7 +74,8 @@ class MicroBatch(NamedTuple):
 @dataclass(frozen=True)
 class Cutter:
     """Cuts windows into micro-batches with the positions that this rank holds, and copies them to
-    its device."""
+    its device.
+    """
 
     positions_S: Tensor
     """The positions of a sequence that this rank holds, int64, on the CPU."""
@@ -85,7 +89,8 @@ class Cutter:
 
     def __call__(self, window_BT: Tensor) -> MicroBatch:
         """Cut a CPU window of seq_len + 1 tokens. It may be shorter if this rank holds all
-        positions."""
+        positions.
+        """
         tokens_BT, targets_BT = decode(window_BT)
         here_2BS = torch.stack((tokens_BT[:, :-1], targets_BT[:, 1:]))
         if not self.holds_all:
@@ -111,7 +116,8 @@ class Cutter:
 
 def decode(window_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ids that the model reads, and the ids that it learns, with -100 for neither
-    (inner/data/chat/coding.py)."""
+    (inner/data/chat/coding.py).
+    """
     if not bool((window_BT < IGNORE_INDEX).any()):
         return window_BT, window_BT
     is_context_BT = window_BT < IGNORE_INDEX

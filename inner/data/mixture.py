@@ -56,7 +56,8 @@ class SequenceOrder:
 
     def __getitem__(self, position: int) -> int:
         """Return the index of the sequence at `position` >= 0. Positions continue to count across
-        epochs."""
+        epochs.
+        """
         epoch, index = divmod(position, self._num_sequences)
         if epoch != self._epoch:
             self._keys, self._epoch = round_keys(self._seed, epoch), epoch
@@ -107,7 +108,8 @@ class MixturePosition(NamedTuple):
 
 class MixtureShares:
     """The number of the first n positions that belong to each source: exact, monotonic in n and
-    close to n x weight."""
+    close to n x weight.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -120,7 +122,8 @@ class MixtureShares:
 
     def counts(self, n: int) -> tuple[int, ...]:
         """Return the number of positions of each source among the first n; the numbers add up to
-        n."""
+        n.
+        """
         counts = []
         for numerator, denominator in self._steps:
             counts.append(n * numerator // denominator)
@@ -129,7 +132,8 @@ class MixtureShares:
 
     def locate(self, position: int) -> MixturePosition:
         """Return the source of a position and the sequence within that source, before any
-        shuffling."""
+        shuffling.
+        """
         before, after = self.counts(position), self.counts(position + 1)
         source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
         return MixturePosition(source, before[source])
@@ -151,7 +155,8 @@ class MixedOrder:
 
     def __init__(self, weights: Sequence[float], orders: Sequence["OneOrder"], seed: int) -> None:
         """Mix sources by `weights`. `orders` has one order per weight; with one source the result
-        is that source's order."""
+        is that source's order.
+        """
         assert len(weights) == len(orders), f"{len(weights)} weights, {len(orders)} orders"
         self._shares = MixtureShares(weights)
         self._orders = orders
@@ -161,7 +166,8 @@ class MixedOrder:
 
     def __getitem__(self, position: int) -> MixturePosition:
         """Return source and sequence at `position` >= 0. O(1) within the current block; another
-        block is shuffled first."""
+        block is shuffled first.
+        """
         self._load_block(position // BLOCK)
         source = int(self._sources[position % BLOCK])
         return MixturePosition(source, self._orders[source][int(self._ranks[position % BLOCK])])
@@ -174,14 +180,16 @@ class MixedOrder:
 
     def bounds(self, source: int, first: int, end: int) -> range:
         """Return a range of the source's own positions that contains all of its positions from
-        `first` to `end`. It may be slightly too large, because nothing is shuffled to find it."""
+        `first` to `end`. It may be slightly too large, because nothing is shuffled to find it.
+        """
         blocks = first // BLOCK, -(-end // BLOCK)
         low, high = (self._shares.counts(block * BLOCK)[source] for block in blocks)
         return range(low, high)
 
     def _load_block(self, block: int) -> None:
         """Shuffle the sources over the positions of a block and number the positions of each
-        source."""
+        source.
+        """
         if block == self._block:
             return
         first, following = self._shares.counts(block * BLOCK), self._shares.counts((block + 1) * BLOCK)
@@ -209,7 +217,8 @@ class Sequences(Protocol):
 
     def window(self, index: int) -> np.ndarray:
         """Return the tokens of a sequence and the next token. Waits until they are here. Raises
-        InputError."""
+        InputError.
+        """
         ...
 
     def expect(self, positions: Iterable[range]) -> None:
@@ -230,7 +239,8 @@ class StreamedTokens(Protocol):
 
 class WholeText:
     """Sequences of a text that is completely here. `shuffled`: number of tokens in a shard, within
-    which sequences are shuffled; None shuffles all together."""
+    which sequences are shuffled; None shuffles all together.
+    """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, shuffled: int | None) -> None:
         self._tokens, self._seq_len = tokens, seq_len
@@ -286,7 +296,8 @@ class ShardOrder:
 
     def shard_of(self, position: int, number: int | None) -> int:
         """Return the index of the shard that holds `position`. `number`: sequences in the text;
-        None while it has not ended."""
+        None while it has not ended.
+        """
         return (position if number is None else position % number) // self._per_shard
 
     def _locate(self, position: int) -> tuple[int, int]:

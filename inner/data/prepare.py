@@ -1,5 +1,6 @@
 """Write a source as token shards. After a kill it resumes after the last finished shard, with the
-same result."""
+same result.
+"""
 
 import logging
 import math
@@ -63,7 +64,8 @@ class PrepareProgress:
     @property
     def tokens_per_second(self) -> float:
         """Speed of this process. Shards that an earlier process finished do not
-        count."""
+        count.
+        """
         return (self.num_tokens - self._began_with) / max(time.monotonic() - self._began_at, 1e-9)
 
 
@@ -89,7 +91,8 @@ def build_progress_log() -> ProgressCallback:
 @dataclass(frozen=True)
 class PrepareOptions:
     """Options of the preparation. They do not change the tokens; shard_tokens changes where the
-    shards are cut."""
+    shards are cut.
+    """
 
     processes: int = 1
     shard_tokens: int = SHARD_TOKENS
@@ -99,7 +102,8 @@ class PrepareOptions:
 
 class CorpusLimits:
     """Decides which documents still fit into a corpus of data.max_tokens tokens, given the progress
-    so far."""
+    so far.
+    """
 
     def __init__(self, config: DataConfig, progress: PrepareProgress) -> None:
         self.progress = progress
@@ -124,7 +128,8 @@ class CorpusLimits:
 
     def share(self, document: Document) -> float | None:
         """Return the share of the work that is done once this document is, 0 to 1; None if
-        unknown."""
+        unknown.
+        """
         return document.share if math.isinf(self.train) else min(self.progress.train_tokens / self.train, 1.0)
 
 
@@ -223,7 +228,8 @@ def _add_conversation(encoded: EncodedDocument, limits: CorpusLimits, seq_len: i
 
 def describe_losses(counts: ShardCounts, seq_len: int) -> str:
     """Return a line about conversations that sequences of this length cut or leave out; empty if
-    they hold all."""
+    they hold all.
+    """
     if not counts.unlearned and not counts.cut:
         return ""
     read = counts.train_documents + counts.heldout_documents + counts.unlearned

@@ -49,7 +49,8 @@ class ShardedTokens:
 
     def __init__(self, pieces: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> None:
         """Join `pieces`. `ends` are the document ends of each piece, counted from the start of that
-        piece."""
+        piece.
+        """
         assert pieces and len(pieces) == len(ends), f"{len(pieces)} pieces, {len(ends)} indices"
         self._pieces = pieces
         self._ends = ends
@@ -60,7 +61,8 @@ class ShardedTokens:
 
     def __getitem__(self, index: slice, /) -> np.ndarray:
         """Return the tokens of a range without a step. The result is a mapped view, not a copy, if
-        one shard holds the range."""
+        one shard holds the range.
+        """
         start, stop, step = index.indices(len(self))
         assert step == 1, f"got step {step}, need 1"
         piece = min(bisect_right(self._starts, start), len(self._pieces)) - 1
@@ -72,7 +74,8 @@ class ShardedTokens:
 
     def split(self, at: int) -> "tuple[ShardedTokens, ShardedTokens]":
         """Return the first `at` tokens, and the rest. A document that crosses the cut is divided
-        between the two."""
+        between the two.
+        """
         pieces: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         indices: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         for piece, ends, start in zip(self._pieces, self._ends, self._starts, strict=False):
@@ -143,7 +146,8 @@ class ShardBuilder:
 
     def pad(self, split: SplitName, ids: np.ndarray) -> None:
         """Append ids that belong to no document of their own; they are added to the split's last
-        document."""
+        document.
+        """
         if split == "train":
             self.counts.train_tokens += len(ids)
         else:
@@ -167,7 +171,8 @@ def publish_shard(folder: Path, number: int, shard: ShardBuilder) -> None:
 
 def finished_shards(folder: Path) -> list[ShardCounts]:
     """Return the totals of each finished shard, in order. Raises InputError if a shard is
-    damaged."""
+    damaged.
+    """
     shards = []
     while (shard := shard_folder(folder, len(shards))).exists():
         try:
@@ -182,7 +187,8 @@ def finished_shards(folder: Path) -> list[ShardCounts]:
 
 def open_split(folder: Path, split: SplitName, dtype: str, num_tokens: int) -> ShardedTokens:
     """Map the first num_tokens tokens of one split into memory. Raises InputError if a file has the
-    wrong size."""
+    wrong size.
+    """
     pieces, ends, left = [], [], num_tokens
     for number, counts in enumerate(finished_shards(folder)):
         shard, sizes = shard_folder(folder, number), asdict(counts)

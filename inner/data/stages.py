@@ -12,11 +12,13 @@ from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, OneOr
 
 class BlockOrder:
     """The order of the sequences of a source that is read in blocks. The sequences of a block
-    follow each other."""
+    follow each other.
+    """
 
     def __init__(self, order: OneOrder, first_block: int, per_block: int) -> None:
         """Order sequences by blocks. `order` is the order of the blocks; blocks before
-        `first_block` are left out."""
+        `first_block` are left out.
+        """
         self._order, self._first_block, self._per_block = order, first_block, per_block
 
     def __getitem__(self, position: int) -> int:
@@ -36,7 +38,8 @@ class StageReading(NamedTuple):
 class StageStart(NamedTuple):
     """Where the reading of a stage begins. Stages read whole blocks of text, which are as long as
     the longest sequence of all stages. Two stages therefore never read the same text in the same
-    epoch."""
+    epoch.
+    """
 
     unit: int = 0
     """Number of the first unit of the stage."""
@@ -48,7 +51,8 @@ class StageStart(NamedTuple):
 
 def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int, int]], seed: int) -> StageStart:
     """Return where the next stage begins. `borders` has a pair for each earlier stage: the first
-    unit that was never leased in it, and the first unit of the stage after it."""
+    unit that was never leased in it, and the first unit of the stage after it.
+    """
     block_len, unit = max(stage.seq_len for stage in stages), 0
     blocks = [0] * len(stages[0].weights)
     for stage, (end, first) in zip(stages, borders, strict=False):
@@ -92,7 +96,8 @@ class SiteOrder:
 
     def enter(self, unit: int, number: int) -> None:
         """Set the unit that the next positions belong to. `number` is its number among the island's
-        units."""
+        units.
+        """
         before, after = (self._shares.counts(n * self._size) for n in (number, number + 1))
         self._first = unit * self._size
         own = [

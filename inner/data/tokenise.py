@@ -113,7 +113,8 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None) -> list[np.ndarray]:
     """Return the token ids of each text, with bos (if there is one) before and eos after it; an
-    empty array for None."""
+    empty array for None.
+    """
     if template is not None:
         nothing = np.empty(0, DTYPE)
         return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
@@ -123,7 +124,8 @@ def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None)
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the token ids of a document for training, uint32: bos if there is one, the text,
-    eos."""
+    eos.
+    """
     begin = [] if tokenizer.first_id is None else [tokenizer.first_id]
     ids = [np.array(begin, np.uint32), tokenizer.encode(text), np.array([tokenizer.eos_id], np.uint32)]
     return np.concatenate(ids)

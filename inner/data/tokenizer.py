@@ -44,7 +44,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of the text, 1-D uint32, without eos. Special markers in the text
-        are treated as plain text."""
+        are treated as plain text.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -75,7 +76,8 @@ class BytesTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return one id per byte. A lone surrogate, which has no UTF-8 bytes, becomes a question
-        mark."""
+        mark.
+        """
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -88,7 +90,8 @@ class BytesTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         """Return the ids of each piece. There are no special tokens with names, so every marker is
-        text."""
+        text.
+        """
         return [self.encode(text) for text, _ in pieces]
 
 
@@ -112,7 +115,8 @@ def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -
 
 def known_vocab_size(name: str) -> int | None:
     """Return the vocabulary size of a tokenizer on the hub without using the network: from the
-    cache or WELL_KNOWN, or None."""
+    cache or WELL_KNOWN, or None.
+    """
     import huggingface_hub
 
     try:
@@ -137,7 +141,8 @@ def describe_ends(tokenizer: Tokenizer) -> str:
 
 def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
     """Return ids that distinguish texts with other document ends. Empty if the ends are the same as
-    in older versions of this program, so that their caches stay valid."""
+    in older versions of this program, so that their caches stay valid.
+    """
     if not isinstance(tokenizer, LibraryTokenizer):
         return []
     usual = next((name for name in EOS_NAMES if tokenizer.token_id(name) is not None), None)
@@ -155,7 +160,8 @@ def tokenizer_fingerprint(name: str) -> str:
 
 def tokenizer_folder(name: str) -> Path | None:
     """Return the folder of a tokenizer.json given by path; None for `bytes` and for a name on the
-    hub."""
+    hub.
+    """
     return _tokenizer_file(name).parent if name != "bytes" and _is_file_name(name) else None
 
 

@@ -104,7 +104,8 @@ class _Backend:
 
 def register() -> None:
     """Register the device with torch for the rest of this process. Raises InputError if this
-    version of torch cannot do that."""
+    version of torch cannot do that.
+    """
     global _is_registered
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if setup is None:

@@ -27,7 +27,8 @@ class Rehearsal:
 @dataclass(frozen=True, kw_only=True)
 class RehearsalResult:
     """The cost of one rank's second inner step. In the first step the optimizer creates its
-    state."""
+    state.
+    """
 
     rank: int
     coordinates: dict[str, int]

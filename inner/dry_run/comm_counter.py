@@ -74,7 +74,8 @@ class CommCounter(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True, because torch.compile would otherwise run everything uncompiled inside the
-        counter."""
+        counter.
+        """
         return True
 
     def __torch_dispatch__(
@@ -109,14 +110,16 @@ class CommCounter(TorchDispatchMode):
 
 def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
     """Return the process group of this rank along each axis of the mesh. The ranks that FSDP shards
-    over form one axis."""
+    over form one axis.
+    """
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     return groups | ({"cp": mesh.cp_group} if mesh.degrees.cp > 1 else {})
 
 
 def _group(group: Any) -> ProcessGroup:
     """Return the process group of an operation. Functional operations pass its name, others a boxed
-    object."""
+    object.
+    """
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, str):

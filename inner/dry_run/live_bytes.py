@@ -17,7 +17,8 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 class LiveBytes(TorchDispatchMode):
     """Counts bytes during this thread's operations inside `with LiveBytes(alive, "cpu") as live`.
-    The tensors `alive` exist before."""
+    The tensors `alive` exist before.
+    """
 
     def __init__(self, alive: Iterable[Tensor], device_type: str) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Find where every parameter lies on a mesh by building the model without memory, values or other
-ranks."""
+ranks.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ FSDP_AXIS = "fsdp"
 @dataclass(frozen=True)
 class PlacedParam:
     """A parameter on the first rank of a pp coordinate. If ranks have unequal shares, the first
-    rank has the largest."""
+    rank has the largest.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +63,8 @@ def find_placements(
 
 def _all_stages(layout: Layout) -> list[tuple[int, Transformer]]:
     """Build all stages and return each with its pp coordinate. They differ only in their layers, so
-    one rank can build all."""
+    one rank can build all.
+    """
     if isinstance(layout.model, OwnModel):
         return [(0, stage) for stage in build_stages(layout)]
     return [(pp, build_stage(layout, stage)) for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)]
@@ -101,7 +104,8 @@ def _cut(placement: Placement) -> str:
 @contextmanager
 def _rank_zero(num_ranks: int) -> Iterator[None]:
     """Make this process rank 0 of `num_ranks` inside the block. The other ranks do not exist, and
-    collectives do nothing."""
+    collectives do nothing.
+    """
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         yield

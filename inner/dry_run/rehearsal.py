@@ -1,5 +1,6 @@
 """Make one inner step of one rank on the dry run's device, with the real trainer at its real
-size."""
+size.
+"""
 
 import time
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ class RehearsingCutter(Cutter):
 
 class RehearsingTrainer(Trainer):
     """A Trainer that cuts windows without values. StepTracker lets it read 1 as the number of
-    tokens, so that no step is skipped."""
+    tokens, so that no step is skipped.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -69,7 +71,8 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
 
 def build_rehearsing_trainer(case: Rehearsal, mesh: IslandMesh) -> Trainer:
     """Build the trainer of this process's rank, after enter_world. Call it inside
-    `without_values`."""
+    `without_values`.
+    """
     settings = TrainerSettings(
         device=DEVICE,
         compute_dtype=case.compute_dtype,

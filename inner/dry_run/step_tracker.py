@@ -1,5 +1,6 @@
 """Count bytes alive, and copies and reads between device and host, in a step on the dry run's
-device."""
+device.
+"""
 
 import traceback
 from collections import Counter

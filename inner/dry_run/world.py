@@ -1,5 +1,6 @@
 """Make this process one rank of an island of any size. The other ranks do not exist, and
-collectives do nothing."""
+collectives do nothing.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ _SHARD_METHODS = ("local_shard_size_and_offset", "_local_shard_size_and_offset")
 
 def enter_world(num_ranks: int, rank: int) -> None:
     """Become rank `rank` of `num_ranks` for the rest of this process. Raises InputError like
-    `register`."""
+    `register`.
+    """
     register()
     choose_as_cuda_does()
     _patch_torch()
@@ -62,7 +64,8 @@ def _build_group(common: Any, options: Any) -> Any:
 
 def _patch_torch() -> None:
     """Let the parts of torch that need values compute with real tensors: meshes and the bounds of
-    shards."""
+    shards.
+    """
     for name in _MESH_METHODS:
         _with_values(DeviceMesh, name)
     DeviceMesh.mesh = property(_real(DeviceMesh.mesh.fget))  # pyright: ignore - a property of the class
@@ -94,7 +97,8 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
     """Replace Module.to_empty, which swaps the contents of tensors; plain tensors without values do
-    not support that."""
+    not support that.
+    """
     if any(isinstance(param, DTensor) for param in self.parameters()):
         return _TO_EMPTY(self, device=device, recurse=recurse)
     for module in self.modules():
@@ -107,7 +111,8 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
 
 def _assume_static_shapes(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
     """Replace the exchange in which neighbouring stages send each other their shapes. No other rank
-    would answer."""
+    would answer.
+    """
     # Imported here because torch 2.11 does not have it, and never calls this function.
     from torch.distributed.pipelining.stage import InferenceMode
 

@@ -1,5 +1,6 @@
 """Files from other people: opened without waiting for a writer, and measured before they are
-read."""
+read.
+"""
 
 import errno
 import os
@@ -20,7 +21,8 @@ CHUNK_BYTES = 1 << 20
 
 def open_file(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, also for a FIFO or a device, because reading
-    these may never end."""
+    these may never end.
+    """
     file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -30,7 +32,8 @@ def open_file(path: Path) -> BufferedReader:
 
 def read_file(path: Path, most_bytes: int, cure: str = "copy it again") -> bytes:
     """Return the content of a regular file. Raises OSError, and InputError with the cure if it is
-    longer than `most_bytes`."""
+    longer than `most_bytes`.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -40,7 +43,8 @@ def read_file(path: Path, most_bytes: int, cure: str = "copy it again") -> bytes
 
 def read_at_most(stream: IO[bytes], most_bytes: int) -> bytes:
     """Return the content of a stream, or its first `most_bytes` bytes. It takes memory only for the
-    bytes that exist."""
+    bytes that exist.
+    """
     chunks = []
     while most_bytes and (chunk := stream.read(min(most_bytes, CHUNK_BYTES))):
         chunks.append(chunk)
@@ -50,7 +54,8 @@ def read_at_most(stream: IO[bytes], most_bytes: int) -> bytes:
 
 def lines_of(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a stream. A line longer than `most_bytes` comes in pieces, the first of
-    `most_bytes` + 1 bytes."""
+    `most_bytes` + 1 bytes.
+    """
     return iter(partial(stream.readline, most_bytes + 1), b"")
 
 

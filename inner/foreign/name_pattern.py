@@ -30,7 +30,8 @@ class NamePattern:
 
     def __init__(self, pattern: str) -> None:
         """Parse the pattern. Raises ValueError with the reason if it is not valid, or uses a
-        feature that is not supported here."""
+        feature that is not supported here.
+        """
         if len(pattern) > MAX_LENGTH:
             raise ValueError(f"it has {len(pattern)} characters, but at most {MAX_LENGTH} are allowed")
         try:
@@ -78,7 +79,8 @@ def _check_width(direction: int, items: Any) -> None:
 
 def _ends(items: Iterable[Item], name: str, starts: Places) -> Places:
     """Return the places where a match of all items, one after the other, may end if it begins at
-    one of `starts`."""
+    one of `starts`.
+    """
     for op, argument in items:
         if not starts:
             break

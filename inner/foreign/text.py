@@ -24,7 +24,8 @@ MAX_DIGITS = 400
 
 def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError, also if it is nested too deeply or has
-    too many values."""
+    too many values.
+    """
     if len(data) > FREE_BYTES and sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} commas and brackets")
     try:
@@ -35,7 +36,8 @@ def parse_json(data: bytes) -> Any:
 
 def read_json(path: Path, what: str) -> Any:
     """Return the value in a JSON file of at most 32 MiB. Raises OSError, and InputError if it is
-    not `what` it should be."""
+    not `what` it should be.
+    """
     try:
         return parse_json(read_file(path, MAX_JSON_BYTES))
     except InputError:

@@ -16,7 +16,8 @@ MAX_HEADER_BYTES = 1 << 22
 
 def weights_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name. Raises InputError if there are none
-    or one is missing."""
+    or one is missing.
+    """
     with refused(f"{folder}: cannot be read", "copy it again"):
         return _find_weights(folder)
 
@@ -40,7 +41,8 @@ def _find_weights(folder: Path) -> list[Path]:
 
 def weights_sha256(folder: Path) -> str:
     """Return the SHA-256 of the concatenated weights files, sorted by name. For a single file it
-    equals sha256sum."""
+    equals sha256sum.
+    """
     digest = hashlib.sha256()
     for path in weights_files(folder):
         with open_file(path) as file:
@@ -67,7 +69,8 @@ def check_header(path: Path) -> None:
 
 def _read_index(index: Path) -> list[str]:
     """Return the sorted file names in an index. Raises InputError if it is damaged or names a path
-    outside its folder."""
+    outside its folder.
+    """
     try:
         names = sorted(set(read_json(index, "an index of safetensors files")["weight_map"].values()))
     except (OSError, KeyError, TypeError, AttributeError) as error:

@@ -33,7 +33,8 @@ class StoredWeights:
 
     def read(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Read a half-open rectangle of a parameter, seen as an fp32 matrix. Raises InputError if
-        it has a non-finite value."""
+        it has a non-finite value.
+        """
         their_name = huggingface_name(name)
         stored = self.slices[their_name]
         values = stored[slice(*rows), slice(*cols)] if len(stored.get_shape()) == 2 else stored[slice(*rows)]
@@ -46,7 +47,8 @@ class StoredWeights:
 @contextmanager
 def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWeights]:
     """Map the weights of a model with the parameters `specs`. Raises InputError that names each
-    tensor that does not fit."""
+    tensor that does not fit.
+    """
     slices: dict[str, Any] = {}
     with ExitStack() as files:
         for path in weights_files(folder):
@@ -116,7 +118,8 @@ def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Pat
 
 def read_whole(folder: Path, specs: Sequence[ParamSpec]) -> dict[str, Tensor]:
     """Read every parameter of the folder's model in fp32, by the names used here. Raises InputError
-    if it is another model."""
+    if it is another model.
+    """
     with open_weights(folder, specs) as stored:
         shapes = [(spec, *spec.matrix_shape) for spec in specs]
         return {spec.name: stored.read(spec.name, (0, m), (0, n)).view(spec.shape) for spec, m, n in shapes}

@@ -69,7 +69,8 @@ def read_length(folder: Path, config: dict[str, Any]) -> int:
 
 def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """Return bos_token_id or None, and all eos_token_ids of a config.json. Ids that the model does
-    not have are left out."""
+    not have are left out.
+    """
     bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
     listed = eos if isinstance(eos, list) else [eos]
     known = [each for each in (bos, *listed) if type(each) is int and 0 <= each < vocab_size]

@@ -25,7 +25,8 @@ SIZES = {
 @dataclass(frozen=True)
 class ModelType:
     """A model type: its distinctive features, and the defaults of transformers for keys that a
-    config.json leaves out."""
+    config.json leaves out.
+    """
 
     architecture: str
     qk_norm: bool = False
@@ -72,7 +73,8 @@ def choose_model_type(sizes: ModelSizes) -> str:
 
 def build_type_keys(model_type: str) -> dict[str, Any]:
     """Return the keys of a config.json that name the type and switch off features that this model
-    does not have."""
+    does not have.
+    """
     keys: dict[str, Any] = {"architectures": [MODEL_TYPES[model_type].architecture], "model_type": model_type}
     if model_type in ("llama", "qwen3"):
         keys["attention_bias"] = False
@@ -84,7 +86,8 @@ def build_type_keys(model_type: str) -> dict[str, Any]:
 
 def find_window(config: dict[str, Any]) -> int | None:
     """Return the sliding window of a supported type, in tokens; None if attention sees the whole
-    sequence in all layers."""
+    sequence in all layers.
+    """
     model_type = MODEL_TYPES[config["model_type"]]
     window = config.get("sliding_window", model_type.sliding_window)
     if window is None or not config.get("use_sliding_window", model_type.slides_by_default):
@@ -132,7 +135,8 @@ def _find_unsupported_window(config: dict[str, Any], longest: object) -> Iterato
 
 def read_head_dim(config: dict[str, Any]) -> int | None:
     """Return the size of a head from the config or the type's default; None if it is dim /
-    num_heads."""
+    num_heads.
+    """
     head_dim = config.get("head_dim") or MODEL_TYPES[config["model_type"]].head_dim
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     if head_dim is None or not isinstance(dim, int) or not isinstance(num_heads, int):

@@ -18,7 +18,8 @@ NO_CHANGE = {"truncate": True, "mscale": None, "mscale_all_dim": None}
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return RoPE's settings in a config.json: `rope_parameters` in transformers 5, `rope_scaling`
-    in older versions."""
+    in older versions.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
@@ -31,7 +32,8 @@ def read_theta(config: dict[str, Any]) -> float:
 
 def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
     """Return the scaling in a config.json, or None. Raises pydantic's ValidationError if its values
-    are not allowed."""
+    are not allowed.
+    """
     rope, rope_type = rope_settings(config), _type_of(config)
     if rope_type == "default":
         return None
@@ -70,7 +72,8 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
 
 def build_rope_settings(sizes: ModelSizes, seq_len: int) -> dict[str, Any]:
     """Return the keys of a config.json that define RoPE, for a model trained on sequences of
-    `seq_len`."""
+    `seq_len`.
+    """
     scaling = sizes.rope_scaling
     # Dynamic scaling begins beyond the length in the config.
     is_dynamic = scaling is not None and scaling.rope_type == "dynamic"

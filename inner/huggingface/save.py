@@ -1,5 +1,6 @@
 """Export a model in Hugging Face's layout (safetensors, config.json, tokenizer), completely or not
-at all."""
+at all.
+"""
 
 import json
 import os
@@ -95,7 +96,8 @@ def check_target(out: Path, *, overwrite: bool) -> None:
 
 def _write_weights(tensors: Mapping[str, Tensor], export: Export, folder: Path) -> None:
     """Write one file, or several and an index. Tensors are converted one file at a time to save
-    memory."""
+    memory.
+    """
     import huggingface_hub
 
     dtype = DTYPES[export.dtype]

@@ -45,7 +45,8 @@ def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, se
 
 def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
     """Write the eos and bos of the training into the folder's tokenizer_config.json; return the id
-    of bos, or None."""
+    of bos, or None.
+    """
     told = read_beside(folder)
     ends: dict[str, object] = {} if token_name(told, "eos_token") == tokenizer.eos else {"eos_token": tokenizer.eos}
     if tokenizer.bos is not None:
@@ -58,7 +59,8 @@ def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """Build BytesTokenizer as a library tokenizer: byte-level BPE without merges, whose ids are the
-    byte values."""
+    byte values.
+    """
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -69,7 +71,8 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level BPE: the byte itself, or else the
-    next character from 256 on."""
+    next character from 256 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -19,7 +19,8 @@ TOKEN_IDS = 16
 @dataclass(frozen=True)
 class ActivationMemory:
     """Activations of one micro-batch, by the part of the model that keeps them, on one type of
-    device."""
+    device.
+    """
 
     work: Workload
     device_type: str
@@ -45,7 +46,8 @@ class ActivationMemory:
 
     def backward(self, recompute: Recompute) -> int:
         """Return the peak of one layer's backward in addition to the kept activations: recomputed
-        activations and gradients."""
+        activations and gradients.
+        """
         recomputed = self.block("none") - self.block(recompute)
         down = self.work.compute_itemsize * self.work.sizes.dim * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
         # The first peak is in the feed-forward, which comes first in the backward, when nothing has
@@ -58,7 +60,8 @@ class ActivationMemory:
     @property
     def split_backward(self) -> int:
         """Bytes held between the halves of one layer's split backward: gradients of the outputs of
-        its matrices and norms."""
+        its matrices and norms.
+        """
         q_numel, kv_numel = self.work.q_numel, self.work.kv_numel
         heads = 2 * q_numel + 3 * kv_numel if self.work.sizes.qk_norm else q_numel + 2 * kv_numel
         return self.work.compute_itemsize * heads + 2 * self._hidden + 2 * self._inputs + 2 * self.stream
@@ -72,19 +75,22 @@ class ActivationMemory:
     @property
     def _inputs(self) -> int:
         """Bytes of the input of a block's first matrices, at all positions. Sequence parallelism
-        gathers them."""
+        gathers them.
+        """
         return self.work.compute_itemsize * self.work.tokens * self.work.sizes.dim
 
     @property
     def _hidden(self) -> int:
         """Bytes of one hidden tensor of the feed-forward, which keeps four: gate, its SiLU, up, and
-        their product."""
+        their product.
+        """
         return self.work.compute_itemsize * self.work.tokens * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
 
     @property
     def _attention(self) -> int:
         """Bytes of queries, keys, values and the result, and of the log-sum-exp of each row in
-        fp32."""
+        fp32.
+        """
         work = self.work
         per_head = 0
         if work.sizes.qk_norm:
@@ -101,7 +107,8 @@ class ActivationMemory:
     @property
     def _products(self) -> int:
         """Bytes that selective recomputation keeps: results of matrix products, attention kernels
-        and tp collectives."""
+        and tp collectives.
+        """
         work = self.work
         num_kernels = min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
         attention = num_kernels * (work.compute_itemsize * work.q_numel + self._row_sums)
@@ -115,7 +122,8 @@ class ActivationMemory:
 
     def _norm(self, numel: int, rows: int) -> int:
         """Return the bytes of a norm's input and one statistic per row. On a CPU both are fp32, and
-        the normed input is added."""
+        the normed input is added.
+        """
         if self.device_type == "cpu":
             return 2 * FP32 * numel + FP32 * rows
         return self.work.compute_itemsize * numel + FP32 * rows

@@ -1,5 +1,6 @@
 """Check whether a step fits into a rank's memory, and find a setting to change if it does not. No
-torch here."""
+torch here.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,8 @@ from inner.parallel.layout_check import check_layout
 
 def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device_type: str = "cuda") -> str:
     """Return a text that says whether an inner step fits into each rank's memory, or else the
-    cheapest single change that helps."""
+    cheapest single change that helps.
+    """
     fullest = max(estimate_memory(work, optimizer, device_type), key=lambda memory: memory.peak)
     verdict = f"an inner step needs {_gb(fullest.peak)} of {_gb(limit_bytes)} per rank"
     if fullest.peak <= limit_bytes:
@@ -46,7 +48,8 @@ def _can_run(work: Workload) -> bool:
 
 def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield changed settings for the same model, tokens and ranks. Changes that cost the least
-    speed come first."""
+    speed come first.
+    """
     degrees, parallel = work.degrees, work.parallel
 
     def with_parallel(**changes: Any) -> Workload:

@@ -36,7 +36,8 @@ class StageGradients:
 
     def after(self, num_layers: int) -> int:
         """Return the bytes when the last `num_layers` layers of the stage are done, and the next
-        layer is not."""
+        layer is not.
+        """
         if self.work.sizes.tie_embeddings:
             ends = self._own(self._root) + self._left(self._root)
         else:
@@ -52,7 +53,8 @@ class StageGradients:
     @property
     def all_at_once(self) -> int:
         """Bytes at the end of the weights' half of a split backward, where all gradients exist at
-        once."""
+        once.
+        """
         groups = self.work.param_groups(self.stage)
         own = self.work.compute_itemsize * self.work.numel(self.stage) * self._is_apart
         return sum(map(self._left, groups)) + own + FP32 * self.work.block.numel * self._is_reduced
@@ -80,20 +82,23 @@ class StageGradients:
     @property
     def _is_apart(self) -> bool:
         """Whether new gradients are separate tensors in the compute dtype, and not added to the
-        fp32 gradients at once."""
+        fp32 gradients at once.
+        """
         return self.number == 0 or self.work.reduces_each_micro_batch or self.work.compute_itemsize < FP32
 
     @property
     def _kept_buffer(self) -> int:
         """Bytes of the buffer from which the last group was sent. In a pipeline, FSDP keeps it
-        until the next backward."""
+        until the next backward.
+        """
         if self.number == 0 or self.work.degrees.pp == 1 or not self.work.reduces_each_micro_batch:
             return 0
         return FP32 * (self._ends[0].numel or self.work.block.numel)
 
     def _buffer(self, num_layers: int) -> int:
         """Return the bytes of the buffer from which FSDP is sending the previous group when
-        `num_layers` layers are done."""
+        `num_layers` layers are done.
+        """
         if num_layers == 0 and (self.work.sizes.tie_embeddings or self._root.numel == 0):
             return self._kept_buffer
         sent = self.work.block if num_layers else self._root
@@ -118,7 +123,8 @@ class StageGradients:
 
     def _in_reduction(self, group: FsdpParamGroup) -> int:
         """Return the peak bytes of a group while it is reduced: its gradients, a whole fp32 copy,
-        and their sums."""
+        and their sums.
+        """
         if not self._is_reduced:
             return max(self._left(group) + self._own(group), self._done(group))
         if self._left(group) and not self.work.reduces_each_micro_batch:

@@ -1,5 +1,6 @@
 """Estimate the memory that a rank needs in an inner step, in bytes, before anything is launched. No
-torch here."""
+torch here.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -38,7 +39,8 @@ class MemoryEstimate:
 
 def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
     """Return the memory of the fullest rank of each coordinate on pp. `optimizer`: its
-    name in the config, or the bytes that it keeps per element."""
+    name in the config, or the bytes that it keeps per element.
+    """
     activations = ActivationMemory(work, device_type)
     kept = STATE_BYTES[optimizer] if isinstance(optimizer, str) else optimizer
     return [_estimate_rank(_Rank(work, activations, pp_rank), kept) for pp_rank in range(work.degrees.pp)]
@@ -131,13 +133,15 @@ class _Rank:
     @property
     def buffers(self) -> int:
         """Bytes of pipeline buffers for each micro-batch: input of a stage, its gradient, and the
-        gradient of its output."""
+        gradient of its output.
+        """
         num_streams = sum(2 * (not stage.is_first) + (not stage.is_last) for stage in self.stages)
         return self.activations.stream * self.work.num_micro_batches * num_streams if self.work.degrees.pp > 1 else 0
 
     def _kept(self, stage: Stage) -> int:
         """Return the bytes of one micro-batch's activations in one stage, without the pipeline
-        buffers."""
+        buffers.
+        """
         total = len(stage.layers) * self.activations.block(self.work.parallel.recompute)
         total += TOKEN_IDS * self.work.tokens * (stage.is_first or stage.is_last)
         if stage.is_last:

@@ -10,7 +10,8 @@ from inner.param_spec import ParamSpec
 
 def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     """Return full name and shape of every parameter, in the order of
-    `Transformer.named_parameters()`."""
+    `Transformer.named_parameters()`.
+    """
     table = sizes.vocab_size, sizes.dim
     specs = [ParamSpec("embed.weight", table)]
     block = [(param.name, param.shape(sizes)) for param in block_params(sizes)]

@@ -38,7 +38,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 def _product_flops(size: int, device: "torch.device", dtype: "torch.dtype") -> float:
     """Return the operations per second of products of square matrices, in the best of several
-    runs."""
+    runs.
+    """
     import torch
 
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

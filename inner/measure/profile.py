@@ -117,7 +117,8 @@ class Profiler:
 
 def _write_memory(trace: Path, table: Path) -> None:
     """Write a table of allocations from the trace's events, because torch's export_memory_timeline
-    fails on FSDP steps."""
+    fails on FSDP steps.
+    """
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -127,7 +128,8 @@ def _write_memory(trace: Path, table: Path) -> None:
 
 def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int, str]]:
     """Yield (microseconds, bytes, bytes since the start, innermost operation) for each allocation;
-    a release is negative."""
+    a release is negative.
+    """
     relevant = [event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS]
     open_operations: dict[int, list[tuple[float, str]]] = {}
     started_at = min(event["ts"] for event in relevant)

@@ -20,7 +20,8 @@ the next ones to compute."""
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """An island's inner step. On every axis except pp, figures are for coordinate 0, which has the
-    largest share."""
+    largest share.
+    """
 
     sizes: ModelSizes
     degrees: Degrees
@@ -104,7 +105,8 @@ class Workload:
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
-        table of a tied model."""
+        table of a tied model.
+        """
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
         return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
 
@@ -129,5 +131,6 @@ class FsdpParamGroup:
 
     def shard_numel(self, num_ranks: int) -> int:
         """Return the number of elements of a rank's shard. Rows are split over the ranks, and the
-        last shard is padded."""
+        last shard is padded.
+        """
         return sum(-(-rows // num_ranks) * cols for rows, cols in self.shapes)

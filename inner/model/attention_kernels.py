@@ -25,7 +25,8 @@ FLASH_MOST_HEAD_DIM = 256
 
 class AttentionOutput(NamedTuple):
     """Attention of queries to some keys, and the log-sum-exp of the scores in fp32 (fp64 for fp64
-    inputs)."""
+    inputs).
+    """
 
     out_BHSE: Tensor
     lse_BHS: Tensor
@@ -80,13 +81,15 @@ def dense_backward(
 
 def repeat_heads(x_BKTE: Tensor, num_heads: int) -> Tensor:
     """Repeat keys or values for `num_heads` heads, x_BHTE: each head gets a copy of its group's
-    values."""
+    values.
+    """
     return x_BKTE.repeat_interleave(num_heads // x_BKTE.shape[1], dim=1)
 
 
 def _has_flash(q: Tensor) -> bool:
     """Return whether FlashAttention supports such queries (..., E). A dry run's device counts as a
-    GPU that has it."""
+    GPU that has it.
+    """
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8 or q.shape[-1] > FLASH_MOST_HEAD_DIM:
         return False
     if q.device.type != "cuda":
@@ -128,7 +131,8 @@ def varlen_backward(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq_MHE, dk_MKE and dv_MKE within each document; `out_MHE` and `lse_HM`
-    as in `dense_backward`."""
+    as in `dense_backward`.
+    """
     inputs = grad_MHE.contiguous(), q_MHE, k_MKE, v_MKE, out_MHE
     if not q_MHE.is_cpu and _has_flash(q_MHE):
         return _flash_varlen_backward(*inputs, lse_HM, bounds_N, longest)

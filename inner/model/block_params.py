@@ -47,7 +47,8 @@ class BlockParam:
     @property
     def is_input(self) -> bool:
         """Whether it is a matrix that reads the residual stream. All other matrices write to the
-        stream."""
+        stream.
+        """
         return self.is_matrix and not self.cut.startswith("columns")
 
     def shape(self, sizes: ModelSizes) -> tuple[int, ...]:
@@ -59,7 +60,8 @@ class BlockParam:
 
     def is_on_all_ranks(self, sizes: ModelSizes, tp: int) -> bool:
         """Return whether each rank of tp has the whole parameter. If there are fewer key-value
-        heads than ranks, each rank has all key-value heads."""
+        heads than ranks, each rank has all key-value heads.
+        """
         return self.cut in ("stream", "each head") or (self.cut == "kv_heads" and sizes.num_kv_heads < tp)
 
     def rank_shape(self, sizes: ModelSizes, tp: int) -> tuple[int, int]:

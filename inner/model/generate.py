@@ -41,7 +41,8 @@ class Sampling:
 
 class KeyValueCache:
     """Key-value cache of one attention layer and one batch of sequences. It replaces
-    `Attention.attend`."""
+    `Attention.attend`.
+    """
 
     def __init__(self, num_positions: int) -> None:
         self._num_positions = num_positions
@@ -50,7 +51,8 @@ class KeyValueCache:
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None = None) -> Tensor:
         """Return the attention of the new positions to all positions. The first call may have many
-        positions, later calls one."""
+        positions, later calls one.
+        """
         assert packing is None, "the cache does not support documents"
         num_new = q_BSHE.shape[1]
         if self._kept_2BTKE is None:
@@ -97,7 +99,8 @@ def generate(
 
 def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
     """Return the logits (B, V) for the token after the last of `tokens_BS`, whose positions start
-    at `begin`; fp32."""
+    at `begin`; fp32.
+    """
     assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
     x_BSD = model.embed(tokens_BS)
     rope_2SE = model.rope_2SE[:, begin : begin + tokens_BS.shape[1]]

@@ -44,7 +44,8 @@ def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) ->
 
 def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int) -> Tensor:
     """Return the slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of
-    the slice are drawn."""
+    the slice are drawn.
+    """
     if spec.name.endswith("norm.weight"):
         return torch.ones(held.shape)
     if spec.name.endswith(".bias"):
@@ -110,7 +111,8 @@ def normal_table() -> np.ndarray:
 
 def polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
     """Return c0 + c1 x + c2 x^2 + ..., by Horner's rule, with every operation rounded
-    separately."""
+    separately.
+    """
     value = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient

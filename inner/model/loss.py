@@ -18,7 +18,8 @@ LOSS_CHUNK = 4096
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's block of the vocabulary, which is split by rows over `group`. The block starts at
-    row `start`."""
+    row `start`.
+    """
 
     group: ProcessGroup
     start: int
@@ -48,7 +49,8 @@ class ChunkedCrossEntropy:
         self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0, *, compiled: bool = False
     ) -> None:
         """Set the chunk size and options. `compiled`: whether torch.compile fuses the computation
-        of a chunk. Not allowed together with `shard`."""
+        of a chunk. Not allowed together with `shard`.
+        """
         assert not (compiled and shard), "the sums over ranks would break the compiled graph"
         self.chunk_tokens = chunk_tokens
         self.shard = shard
@@ -93,7 +95,8 @@ def _chunk_loss(
     x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss in fp32, and the gradient of its logits (C, V) in the dtype of
-    x."""
+    x.
+    """
     logits_CV = (x_CD @ weight_VD.t()).float()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:

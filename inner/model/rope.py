@@ -37,7 +37,8 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
 
 def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
     """Return the angle per position of each pair (P), fp32 on the CPU. Only dynamic scaling depends
-    on `seq_len`."""
+    on `seq_len`.
+    """
     scaling, theta = sizes.rope_scaling, sizes.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
         theta *= _dynamic_growth(scaling, sizes.head_dim, seq_len)

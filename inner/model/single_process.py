@@ -24,7 +24,8 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
 @torch.no_grad()
 def summed_loss(model: Transformer, windows: Iterable[Tensor], seq_len: int, eos_id: int | None) -> tuple[float, int]:
     """Return the summed loss in nats and the number of targets over int64 windows (B, seq_len + 1);
-    `eos_id` ends a document."""
+    `eos_id` ends a document.
+    """
     cut = Cutter(torch.arange(seq_len), seq_len, eos_id, model.rope_2SE.device)
     loss, tokens = 0.0, 0
     for window in windows:

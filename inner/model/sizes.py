@@ -77,7 +77,8 @@ _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 
 def resolve_model(config: ModelConfig, vocab_size: int) -> ModelSizes | OwnModel:
     """Return the model to train: sizes of the built-in decoder, or an own model. Raises InputError
-    if sizes do not fit."""
+    if sizes do not fit.
+    """
     if config.name is None:
         return resolve_sizes(config, vocab_size)
     _check_vocab_size(config, vocab_size)
@@ -128,7 +129,8 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
 
 def _check_heads(sizes: ModelSizes) -> None:
     """Raise InputError unless head sizes are even (RoPE rotates pairs) and query heads share
-    key-value heads evenly."""
+    key-value heads evenly.
+    """
     if sizes.own_head_dim is not None and sizes.own_head_dim % 2:
         raise InputError(
             f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"

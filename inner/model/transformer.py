@@ -91,7 +91,8 @@ class Head(nn.Module):
 
     def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None) -> Tensor:
         """Return the loss summed over valid targets (0-dim fp32), or logits (B, S, V) without
-        targets."""
+        targets.
+        """
         weight_VD = tied_VD if self.weight is None else self.weight
         assert weight_VD is not None, "a tied head needs the embedding's table"
         if targets_BS is None:
@@ -108,7 +109,8 @@ class Transformer(nn.Module):
         self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None, seq_len: int | None = None
     ) -> None:
         """Build modules without values. `positions_S`: positions of the inputs in a sequence of
-        `seq_len`, int64 on the CPU. If `seq_len` is None, the positions are the whole sequence."""
+        `seq_len`, int64 on the CPU. If `seq_len` is None, the positions are the whole sequence.
+        """
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)

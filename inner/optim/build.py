@@ -68,7 +68,8 @@ def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: Optimi
 
 def _settings(name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig) -> tuple[str, float, float]:
     """Return optimizer, lr_scale and weight decay: the group's values, or the defaults for this
-    kind of parameter."""
+    kind of parameter.
+    """
     is_matrix = param.ndim == 2 and name != "embed.weight"
     weight_decay = config.weight_decay if is_matrix else 0.0
     optimizer = config.name
@@ -84,7 +85,8 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
 
 def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict[str, ParamGroup | None]:
     """Return the first group whose pattern matches, by parameter name. Raises InputError if a group
-    gets no parameter."""
+    gets no parameter.
+    """
     patterns = [(group, NamePattern(group.pattern)) for group in groups]
     matches = {name: [group for group, pattern in patterns if pattern.is_in(name)] for name in all_names}
     for number, group in enumerate(groups):

@@ -52,6 +52,7 @@ def sum_over_tensor_ranks(model_parts: Sequence[Transformer], group: dist.Proces
 
 def _is_on_all_tensor_ranks(param: Tensor) -> bool:
     """Return whether a parameter of a tensor-parallel model is replicated over tp, the last axis of
-    its mesh."""
+    its mesh.
+    """
     assert isinstance(param, DTensor), "tensor parallelism makes DTensors of all parameters"
     return isinstance(param.placements[-1], Replicate)

@@ -32,7 +32,8 @@ class ParamsAndMoments:
 
     def __init__(self, params: LocalParams, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Create the moments. Every optimizer must be an AdamW, possibly quasi-hyperbolic, and not
-        a wrapper around it."""
+        a wrapper around it.
+        """
         self._params = params
         self.specs = params.specs
         self.slices = list(params.slices)
@@ -68,7 +69,8 @@ class ParamsAndMoments:
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all
-        copies of a tied tensor."""
+        copies of a tied tensor.
+        """
         number = index - len(self._params.slices)
         if number < 0:
             self._params.write(index, values)
@@ -82,7 +84,8 @@ class ParamsAndMoments:
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself, to be written in place, or None if that is not possible (see
-        LocalParams)."""
+        LocalParams).
+        """
         return self._params.live(index) if index < len(self._params.slices) else None
 
     def set_steps(self, steps: Mapping[str, int]) -> None:

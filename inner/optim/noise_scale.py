@@ -20,7 +20,8 @@ ONE_IN = 4
 @dataclass(frozen=True)
 class GradientNoise:
     """Estimates from one step. They are unbiased but noisy, and may be negative. Average them over
-    steps before dividing."""
+    steps before dividing.
+    """
 
     signal: float
     """|G|^2."""
@@ -36,7 +37,8 @@ class GradientNoise:
 
 def estimate_noise(small: tuple[float, float], large: tuple[float, float]) -> GradientNoise:
     """Estimate from two batches, each given by its number of tokens and the squared norm of its
-    mean gradient."""
+    mean gradient.
+    """
     (small_tokens, small_square), (large_tokens, large_square) = small, large
     assert 0 < small_tokens < large_tokens, f"{small_tokens} and {large_tokens} tokens"
     signal = (large_tokens * large_square - small_tokens * small_square) / (large_tokens - small_tokens)
@@ -46,7 +48,8 @@ def estimate_noise(small: tuple[float, float], large: tuple[float, float]) -> Gr
 
 def is_in_small_batch(first: int, count: int) -> list[bool]:
     """Return for each sequence of a micro-batch whether it is in the small batch. `first`: number
-    of the first sequence in the step."""
+    of the first sequence in the step.
+    """
     return [number % ONE_IN == 0 for number in range(first, first + count)]
 
 

@@ -52,7 +52,8 @@ def build_own_optimizer(groups: list[Group], config: OptimizerConfig) -> Optimiz
 
 def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
     """Try an own optimizer on small tensors. Raises InputError if it cannot train on this mesh, see
-    the module's docstring."""
+    the module's docstring.
+    """
     if not is_import_path(config.name):
         return
     optimizer, whole = _train(config, _tensors(0), LR)
@@ -74,7 +75,8 @@ def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
 
 def measure_state_bytes(config: OptimizerConfig) -> int:
     """Return the bytes that an own optimizer keeps for each element of a matrix. Raises
-    InputError."""
+    InputError.
+    """
     optimizer, _ = _train(config, _tensors(0), LR)
     _check_state(optimizer, config.name)
     states = (state for param, kept in optimizer.state.items() if param.ndim == 2 for state in kept.values())
@@ -91,7 +93,8 @@ def _train(
     config: OptimizerConfig, start: Sequence[Tensor], lr: float, rows: slice = slice(None), cols: slice = slice(None)
 ) -> tuple[Optimizer, list[Tensor]]:
     """Step a part of the tensors a few times; return the optimizer and the stepped tensors. Raises
-    InputError."""
+    InputError.
+    """
 
     def part(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[0][rows, cols].clone(), tensors[1][rows].clone()]
@@ -143,7 +146,8 @@ def _check_state(optimizer: Optimizer, name: str) -> None:
 
 def _is_elementwise(config: OptimizerConfig, whole: list[Tensor]) -> bool:
     """Return whether quarters of the tensors, stepped alone, get the same values as in the whole
-    tensors."""
+    tensors.
+    """
     for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
         for cols in (slice(0, COLS // 2), slice(COLS // 2, COLS)):
             _, (matrix, vector) = _train(config, _tensors(0), LR, rows, cols)

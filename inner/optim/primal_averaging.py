@@ -53,7 +53,8 @@ class PrimalAveraging(torch.optim.Optimizer):
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """Return the class of the optimizer and whether it is averaged, which together determine the
-    layout of its state."""
+    layout of its state.
+    """
     if isinstance(optimizer, PrimalAveraging):
         return f"averaged {type(optimizer.base).__name__}"
     return type(optimizer).__name__

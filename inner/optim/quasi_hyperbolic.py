@@ -38,7 +38,8 @@ class QuasiHyperbolicAdamW(AdamW):
 
     def _turn_to_gradient(self, param: Tensor, group: dict[str, Any]) -> None:
         """Correct AdamW's step, which was along m: replace the share 1 - w of it by a step along
-        the gradient."""
+        the gradient.
+        """
         state, (beta1, beta2) = self.state[param], group["betas"]
         correction1, correction2 = (1.0 - beta ** state["step"] for beta in (beta1, beta2))
         assert param.grad is not None, "step() must leave out parameters without a gradient"

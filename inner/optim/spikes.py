@@ -33,7 +33,8 @@ class SpikeWatch:
     @property
     def losses(self) -> list[float]:
         """The losses that the next loss is compared with, the oldest first. A checkpoint saves
-        them."""
+        them.
+        """
         return list(self._losses)
 
     @losses.setter
@@ -42,7 +43,8 @@ class SpikeWatch:
 
     def observe(self, loss: float) -> Spike | None:
         """Add a finite loss to the history. Return a spike if it is one; there is none before
-        `steps` losses are known."""
+        `steps` losses are known.
+        """
         known = self.losses
         self._losses.append(loss)
         if len(known) < self._config.steps:

@@ -1,5 +1,6 @@
 """Memory that the inner optimizers keep per element of a parameter. No torch here, unless an own
-optimizer is tried."""
+optimizer is tried.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ STATE_BYTES = {"adamw": StateBytes(8, 8), "sgd": StateBytes(0, 0), "muon": State
 
 def find_state_bytes(config: OptimizerConfig) -> StateBytes:
     """Return the bytes that a config's optimizer keeps. An own optimizer is tried on small tensors.
-    Raises InputError if that fails."""
+    Raises InputError if that fails.
+    """
     if config.name in STATE_BYTES:
         return STATE_BYTES[config.name]
     from inner.optim.own_optimizer import measure_state_bytes

@@ -1,5 +1,6 @@
 """Build a rank's share of a model. Parallel dimensions are applied in the only order in which they
-can be combined."""
+can be combined.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ class Layout:
     @cached_property
     def is_compiled(self) -> bool:
         """Whether the computation of each micro-batch is compiled. An own model is compiled only if
-        the config asks for it."""
+        the config asks for it.
+        """
         if isinstance(self.model, OwnModel):
             return self.parallel.compile is True
         return is_compiled(self.parallel, self.mesh.degrees, self.device.type)
@@ -79,7 +81,8 @@ class Layout:
 
 def build_stages(layout: Layout) -> list[Transformer]:
     """Build this rank's stages, with parameters that are sharded and without values. Every rank
-    must call it."""
+    must call it.
+    """
     if isinstance(layout.model, OwnModel):
         return [_build_own_model(layout, layout.model)]
     mine = stages_at(layout.stages, layout.stage_ranks, layout.mesh.at["pp"])
@@ -106,7 +109,8 @@ def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
 
 def build_stage(layout: Layout, stage: Stage) -> Transformer:
     """Build a stage for the ranks of its pp coordinate, with parameters that are sharded and
-    without values. All of these ranks must call it."""
+    without values. All of these ranks must call it.
+    """
     parallel, degrees = layout.parallel, layout.mesh.degrees
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
@@ -129,7 +133,8 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
 
 def build_cutter(layout: Layout, eos_id: int | None) -> Cutter:
     """Build the cutter of windows into this rank's micro-batches; `eos_id` as in
-    TrainerSettings."""
+    TrainerSettings.
+    """
     everywhere = layout.parallel.context == "ulysses"
     return Cutter(layout.positions, layout.seq_len, eos_id, layout.device, attends_everywhere=everywhere)
 
@@ -138,7 +143,8 @@ def build_runner(
     layout: Layout, stages: Sequence[Transformer], micro_batch: int, num_micro_batches: int
 ) -> OneStage | Pipeline:
     """Build the runner of this rank's stages over the micro-batches of a step. Every rank must call
-    it."""
+    it.
+    """
     degrees = layout.mesh.degrees
     copies = ComputeCopies(stages, layout.compute_dtype)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
@@ -154,7 +160,8 @@ def build_runner(
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
     """Return the group of the two ranks with copies of a tied table; None if no sum is needed.
-    Every rank must call it."""
+    Every rank must call it.
+    """
     if isinstance(layout.model, OwnModel):
         return None
     first, last = layout.stage_ranks[0], layout.stage_ranks[-1]

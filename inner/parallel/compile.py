@@ -1,5 +1,6 @@
 """torch.compile for blocks. One graph serves all blocks and compiles in seconds; a whole model
-would take minutes."""
+would take minutes.
+"""
 
 import logging
 
@@ -15,7 +16,8 @@ log = logging.getLogger(__name__)
 
 def is_compiled(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
     """Return whether blocks are compiled: as the config says, or with auto if it is of use and
-    triton is installed."""
+    triton is installed.
+    """
     if parallel.compile != "auto":
         return parallel.compile
     return is_worth_compiling(parallel, degrees, device_type) and _has_triton()
@@ -23,7 +25,8 @@ def is_compiled(parallel: ParallelConfig, degrees: Degrees, device_type: str) ->
 
 def is_worth_compiling(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
     """Return whether auto compiles: on CUDA, unless torch is known to fail or to make several
-    graphs of a block."""
+    graphs of a block.
+    """
     is_whole = degrees.cp == 1
     return device_type == "cuda" and is_whole and find_compile_obstacle(parallel, degrees) is None
 
@@ -50,7 +53,8 @@ def compile_blocks(model: nn.Module, device_type: str) -> None:
 
 def _tell_of_limit(record: logging.LogRecord) -> bool:
     """Explain torch's message about its limit on graphs, and what it means for the run. Returns
-    True, so all messages pass."""
+    True, so all messages pass.
+    """
     if "recompile_limit" in record.getMessage():
         log.warning(
             "island.parallel.compile: torch.compile has reached its limit of graphs for a function; for inputs of new "

@@ -42,7 +42,8 @@ def check_layout(
 
 def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | None = None) -> None:
     """Raise InputError if torch is too old for the pipeline's schedule. `installed`: its version;
-    None: the one installed."""
+    None: the one installed.
+    """
     if degrees.pp == 1 or parallel.schedule not in SPLIT_BACKWARD:
         return
     installed = installed or version("torch")
@@ -74,7 +75,8 @@ def _check_compile(parallel: ParallelConfig, degrees: Degrees) -> None:
 
 def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | None:
     """Return why torch 2.13 cannot compile the blocks of a layout, and what to set; None if it
-    can."""
+    can.
+    """
     recompute = parallel.recompute
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         return (

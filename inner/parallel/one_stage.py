@@ -1,5 +1,6 @@
 """Forward and backward of a model without pipeline parallelism, with the same interface as
-Pipeline."""
+Pipeline.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,8 @@ def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
 
 class OneStage:
     """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of
-    micro-batches."""
+    micro-batches.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,8 @@ class OneStage:
         loss: Loss = whole_loss,
     ) -> None:
         """Set the model and options. `reduces_each`: whether every micro-batch, and not only the
-        last, reduces its gradients over the shards."""
+        last, reduces its gradients over the shards.
+        """
         self._model = model
         self._device = device
         self._copies = copies
@@ -44,7 +47,8 @@ class OneStage:
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return the summed
-        loss (0-dim fp32)."""
+        loss (0-dim fp32).
+        """
         total = torch.zeros((), device=self._device)
         with self._copies:
             for number, micro_batch in enumerate(micro_batches):

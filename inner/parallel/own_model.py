@@ -47,7 +47,8 @@ AXES = ("dp_replicate", "dp_shard")
 
 def build_own_model(model: OwnModel, seq_len: int) -> Transformer:
     """Build the model without memory, as a pipeline with a single stage. Raises InputError if that
-    fails."""
+    fails.
+    """
     found = load(model.name, KEY)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise InputError(f"{KEY}: got {model.name!r}, which is not a subclass of torch.nn.Module; name one")
@@ -66,7 +67,8 @@ def check_own_model(
     model: OwnModel, degrees: Degrees, parallel: ParallelConfig, seq_len: int, *, masks_documents: bool
 ) -> None:
     """Run a forward and a backward without memory. Raises InputError if the model cannot train on
-    this mesh."""
+    this mesh.
+    """
     built: nn.Module = build_own_model(model, seq_len)
     _check_axes(model, tuple(getattr(built, "axes", ())), degrees)
     if masks_documents:
@@ -88,7 +90,8 @@ def check_own_model(
 
 def own_param_specs(model: OwnModel, seq_len: int) -> tuple[ParamSpec, ...]:
     """Return full name and shape of every parameter. Raises InputError if the model cannot be
-    built."""
+    built.
+    """
     built = build_own_model(model, seq_len)
     return tuple(ParamSpec(name, tuple(param.shape)) for name, param in built.named_parameters())
 
@@ -109,7 +112,8 @@ def initialise_own_model(params: LocalParams, model: nn.Module, seed: int) -> No
 
 def own_model_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Return the cross-entropy summed over valid targets, 0-dim fp32. Padding is a token below 0
-    and is replaced by token 0."""
+    and is replaced by token 0.
+    """
     logits_BSV = model(batch.tokens_BS.clamp(min=0))
     targets = batch.targets_BS.flatten()
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets.clamp(min=-1), ignore_index=-1, reduction="sum")

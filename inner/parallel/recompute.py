@@ -97,7 +97,8 @@ def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Te
 
 def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return contexts around a forward and around its repetition that keep the results of
-    KEPT_OPERATORS."""
+    KEPT_OPERATORS.
+    """
     return create_selective_checkpoint_contexts(_policy)
 
 
@@ -138,7 +139,8 @@ class _RepeatableCall:
 
     def _recompute(self) -> None:
         """Repeat the forward and fill the placeholders with the tensors that it saves, in the same
-        order."""
+        order.
+        """
         remaining = iter(self._saved)
         num_left = len(self._saved)
 

@@ -35,7 +35,8 @@ STREAM = "tensor_stream"
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call
-    it, before FSDP."""
+    it, before FSDP.
+    """
     stream = TensorStream(mesh.get_group().group_name, mesh.size(), is_split=sequence_parallel)
     for layer in model.blocks():
         _split_block(layer, model.sizes, mesh, stream)
@@ -95,7 +96,8 @@ def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: C
 
 def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
     """Let each rank compute the logits of its rows of the vocabulary for all positions. Logits are
-    never gathered."""
+    never gathered.
+    """
     assert isinstance(head.cross_entropy, ChunkedCrossEntropy)
     for name, param in list(head.named_parameters(recurse=False)):
         head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
@@ -142,14 +144,16 @@ def _sharded_cross_entropy(
     mesh: DeviceMesh, whole: ChunkedCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 ) -> Tensor:
     """Compute the same summed cross-entropy as `whole`, with a table whose rows are sharded over
-    the ranks of `mesh`."""
+    the ranks of `mesh`.
+    """
     shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
     return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss)(x_TD, _local(weight_VD), targets_T)
 
 
 def _local(weight: Tensor) -> Tensor:
     """Return this rank's rows of a weight, or all of it if it is not sharded. Gradients flow
-    back."""
+    back.
+    """
     assert isinstance(weight, DTensor)
     return weight.to_local()
 

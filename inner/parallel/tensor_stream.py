@@ -26,7 +26,8 @@ class TensorStream:
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return the stream at all positions, from each rank's part. Gradients of the result are
-        summed over the ranks."""
+        summed over the ranks.
+        """
         whole_BSD = _Gather.apply(x_BSD, self)
         assert isinstance(whole_BSD, Tensor)
         return whole_BSD

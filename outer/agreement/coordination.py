@@ -39,7 +39,8 @@ from outer.network.messages import MAX_ROUND, Message
 @dataclass
 class Coordination:
     """How one island is coordinated: its crew, its coordinator, and whether it writes to all.
-    Its fields hold immutable values."""
+    Its fields hold immutable values.
+    """
 
     me: str
     crew: tuple[str, ...] = ()
@@ -57,7 +58,8 @@ class Coordination:
 
     def begin_round(self, number: int, plan: Plan | None, rules: Rules) -> None:
         """Choose the crew and the coordinator for round `number`. `plan`: the plan whose commit
-        ended the last round; None if the state was taken from other islands."""
+        ended the last round; None if the state was taken from other islands.
+        """
         is_calm = plan is not None and len(plan.names) > rules.direct_islands and not rules.has_observers
         speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
         self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
@@ -81,7 +83,8 @@ class Coordination:
 
     def hold_up(self) -> None:
         """Remember how many islands the coordinator has reported as ready. `compare` checks it
-        against direct messages."""
+        against direct messages.
+        """
         self.said = self.num_ready
 
     def compare(self, ready: Collection[str], number: int) -> None:
@@ -96,7 +99,8 @@ class Coordination:
 
     def hear(self, sender: str, status: Status, number: int) -> bool:
         """Record the coordinator's status in round `number`. Return False if it is not coming,
-        so that it cannot be relied on."""
+        so that it cannot be relied on.
+        """
         if sender != self.coordinator:
             return True
         if status.round == number:
@@ -132,7 +136,8 @@ class Coordination:
 
     def receivers(self, present: frozenset[str]) -> frozenset[str]:
         """Return the islands among `present` to which this one sends its ready message and its
-        status."""
+        status.
+        """
         if self.coordinator is None:
             return present
         # Islands outside the crew do not know the coordinator, so the coordinator writes to them.
@@ -146,7 +151,8 @@ liars cannot displace the notices of others."""
 
 class PlanNotice(Message):
     """The planner's announcement that it has made this plan. The plan itself is forwarded from
-    island to island."""
+    island to island.
+    """
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -160,7 +166,8 @@ class PlanQuery(Message):
 
 def find_branches(plan: Plan, me: str, rules: Rules) -> frozenset[str]:
     """Return the participants to which this island forwards the plan, or, if it is the planner,
-    sends it."""
+    sends it.
+    """
     others = [name for name in plan.names if name != plan.planner]
     if not is_passed_on(plan, rules):
         return frozenset(others if me == plan.planner else ())
@@ -176,7 +183,8 @@ def is_passed_on(plan: Plan, rules: Rules) -> bool:
 @dataclass
 class Passing:
     """The plans that have been announced to one island and have not reached it yet. Its fields
-    hold immutable values."""
+    hold immutable values.
+    """
 
     notices: dict[str, PlanNotice] = field(default_factory=dict)
     """The last notice of each planner."""
@@ -188,14 +196,16 @@ class Passing:
 
     def hear(self, planner: str, notice: PlanNotice) -> Plan | None:
         """Record the planner's announcement of a plan. Return the plan if it has arrived
-        already."""
+        already.
+        """
         kept = {name: known for name, known in self.notices.items() if name != planner}
         self.notices = dict([*kept.items()][1 - MAX_NOTICES :]) | {planner: notice}
         return self.early if self.early is not None and self.believes(self.early) else None
 
     def believes(self, plan: Plan) -> bool:
         """Return whether the plan's planner has announced it. If not, keep the plan until the
-        notice arrives."""
+        notice arrives.
+        """
         notice = self.notices.get(plan.planner)
         if notice is not None and notice.plan == plan.id:
             return True
@@ -204,7 +214,8 @@ class Passing:
 
     def find_missing(self, number: int) -> list[tuple[str, PlanQuery]]:
         """Return the requests to planners for plans of round `number` that have not arrived.
-        Call it every second."""
+        Call it every second.
+        """
         missing = {planner: notice for planner, notice in self.notices.items() if notice.round == number}
         asked = [(planner, PlanQuery(plan=each.plan)) for planner, each in missing.items() if each.plan in self.asked]
         self.asked = frozenset(notice.plan for notice in missing.values())

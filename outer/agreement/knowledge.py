@@ -1,5 +1,6 @@
 """One island's knowledge of the run: which islands are in it, which of them live, which states they claim to hold,
-and which are ready."""
+and which are ready.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -68,7 +69,8 @@ class Knowledge:
 
     def record(self, island: str, status: Status) -> None:
         """Record the state that the island claims to hold. Raises MessageError if its round is higher than the run
-        has."""
+        has.
+        """
         if status.round > self.rules.max_round:
             raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
         self.statuses[island] = status
@@ -103,7 +105,8 @@ class Knowledge:
 
     def is_near(self, round_number: int) -> bool:
         """Return whether a round differs from this island's by at most 1. Messages about other rounds would only
-        fill the memory."""
+        fill the memory.
+        """
         return abs(round_number - self.status.round) <= 1
 
     def judge_claims(self) -> Judged:
@@ -144,19 +147,22 @@ class Knowledge:
 
     def behind(self, *, is_settled: bool) -> Behind | None:
         """Return the surviving history, or None if it is this island's own. `is_settled`: all islands that count
-        have reported."""
+        have reported.
+        """
         return find_behind(self.me, self.status, self.live, self.weigh, is_settled=is_settled)
 
     def check_ready(self, ready: Ready) -> None:
         """Raise MessageError if an island's ready message makes an impossible claim or contains another island's
-        key."""
+        key.
+        """
         check_ready(ready, self.rules)
         if wrong := self.find_wrong_key([ready]):
             raise MessageError(wrong)
 
     def find_wrong_key(self, readies: Iterable[Ready]) -> str | None:
         """Return an error text if a ready message contains a key that does not belong to its island's name,
-        otherwise None."""
+        otherwise None.
+        """
         for ready in readies:
             owner = self.signer.public if ready.island == self.me else self.signer.key_of(ready.island)
             if owner not in (None, ready.key):
@@ -199,7 +205,8 @@ class Knowledge:
 
     def ask_for_proof(self, island: str) -> ProofQuery | None:
         """Return the request for a proof to an island that claims to be ahead, or None if its claim can be judged
-        without a proof."""
+        without a proof.
+        """
         status = self.statuses[island]
         is_needed = self._is_rival(status) and (status.rank == self.status.rank or not self.is_proved(status.claim))
         return self.claims.ask(island, status.claim) if is_needed else None
@@ -295,6 +302,7 @@ class ReadyTable:
 
 def _is_outdated(ready: Ready, earlier: Ready) -> bool:
     """Return whether `ready` was sent before `earlier`: a contributor never becomes an observer of the same attempt
-    again."""
+    again.
+    """
     is_same = (ready.round, ready.attempt, ready.digest) == (earlier.round, earlier.attempt, earlier.digest)
     return is_same and ready.listens and not earlier.listens

@@ -84,7 +84,8 @@ class Status(Message):
     @property
     def is_start(self) -> bool:
         """Whether this is the state with which a run begins, which no island has committed or
-        signed."""
+        signed.
+        """
         return self.rank == (0, 0)
 
     @property
@@ -140,7 +141,8 @@ class Ready(Message):
 
     def check(self, num_parts: int) -> None:
         """Raise MessageError unless each part has a carrier, each rank two addresses, and an
-        observer claims no progress."""
+        observer claims no progress.
+        """
         if len(self.control_addresses) != len(self.transport_addresses):
             numbers = f"{len(self.control_addresses)} control, {len(self.transport_addresses)} transport"
             raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses: {numbers}")
@@ -196,7 +198,8 @@ class Plan(Message):
 
     def statement(self, digest: str) -> Statement:
         """Return the statement that a participant signs when it votes for the state with this
-        digest."""
+        digest.
+        """
         if digest not in self._statements:
             base = self.participants[0]
             self._statements.clear()
@@ -215,7 +218,8 @@ class Plan(Message):
     @cached_property
     def _statements(self) -> dict[str, Statement]:
         """The last statement by its digest. It is kept because all votes are checked against the
-        same statement."""
+        same statement.
+        """
         return {}
 
     @cached_property
@@ -260,7 +264,8 @@ class Vote(Message):
         is_stalled: bool = False,
     ) -> "Vote":
         """Return the no vote of an island without a mean. `accused` sent an unusable payload, or
-        none in time."""
+        none in time.
+        """
         return cls(
             plan=plan.id,
             round=plan.round,
@@ -279,7 +284,8 @@ class Vote(Message):
 
     def is_signed(self, plan: Plan, verify: Verify) -> bool:
         """Return whether the voter has signed the vote with its key in the plan. A no needs no
-        signature."""
+        signature.
+        """
         if self.digest is None:
             return True
         key = plan.keys.get(self.island)
@@ -290,7 +296,8 @@ class Vote(Message):
 
 class VoteList(Message):
     """The yes votes of all participants of a plan. The planner sends them to the participants,
-    or they are forwarded."""
+    or they are forwarded.
+    """
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -301,7 +308,8 @@ class VoteList(Message):
     @classmethod
     def of(cls, plan: Plan, votes: Mapping[str, Vote]) -> "VoteList | None":
         """Return the list of these votes by island, or None while a vote is missing or any vote
-        is a no."""
+        is a no.
+        """
         cast = [votes[name] for name in plan.names if name in votes]
         if len(cast) < len(plan.names) or any(vote.digest is None for vote in cast):
             return None
@@ -310,7 +318,8 @@ class VoteList(Message):
 
     def votes(self, plan: Plan) -> list[Vote]:
         """Return the votes on `plan`, in its order. Raises MessageError unless there is one vote
-        per participant."""
+        per participant.
+        """
         if not len(self.digests) == len(self.signatures) == len(plan.names):
             raise MessageError(f"{len(self.digests)} votes for {len(plan.names)} participants")
         cast = zip(plan.names, self.digests, self.signatures, strict=True)
@@ -326,7 +335,8 @@ class Settled(Message):
 
 class VoteReceipt(Message):
     """Acknowledgement of a vote or of the votes of all, with the plan's outcome on the replying
-    island so far."""
+    island so far.
+    """
 
     plan: PlanId
     outcome: Outcome
@@ -334,7 +344,8 @@ class VoteReceipt(Message):
 
 class OutcomeQuery(Message):
     """Request for the outcome of a plan. An island that replies "open" must itself query the
-    others before it commits."""
+    others before it commits.
+    """
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)

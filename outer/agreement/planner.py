@@ -36,7 +36,8 @@ class TooFew:
 @dataclass(frozen=True)
 class Hopeless:
     """So many islands are excluded that no plan is possible. `reasons`: the reason for each, by
-    island."""
+    island.
+    """
 
     reasons: Mapping[str, str]
     is_everyone: bool
@@ -53,7 +54,8 @@ class GiveUp:
 @dataclass(frozen=True)
 class Gathering:
     """One ready island's knowledge of the others while it gathers. See `Knowledge` and
-    `Suspicions`."""
+    `Suspicions`.
+    """
 
     own: Ready
     status: Status
@@ -108,7 +110,8 @@ class Gathering:
 
     def find_planner(self, *, is_late: bool) -> str | None:
         """Return the island whose plan this island waits for, or None while other islands are
-        awaited."""
+        awaited.
+        """
         if self.coordination.is_led:
             return self.coordination.coordinator if self.coordination.num_ready > len(self.live) else None
         if self.absent and not is_late:
@@ -121,13 +124,15 @@ class Gathering:
     @cached_property
     def ready(self) -> dict[str, Ready]:
         """Ready messages for this round that can be used in a plan, by island, this island's own
-        included."""
+        included.
+        """
         return self.readies.usable(self.own.round, self.live) | {self.own.island: self.own}
 
     @cached_property
     def absent(self) -> frozenset[str]:
         """Islands worth waiting for: they live, are not ready, are not excluded, and have not
-        reported that they are not coming."""
+        reported that they are not coming.
+        """
         return self._find_absent(self.ready) - self.excluded.keys()
 
     def is_out_of_turn(self, plan: Plan) -> bool:
@@ -138,7 +143,8 @@ class Gathering:
 
     def _choose(self, allowed: Mapping[str, Ready]) -> Mapping[str, Ready]:
         """Return the participants: the allowed islands, without those left out in turn if enough
-        islands remain."""
+        islands remain.
+        """
         left_out = self.left_out(max(ready.attempt for ready in allowed.values()))
         rest = {name: ready for name, ready in allowed.items() if name not in left_out}
         return rest if self._suffice(rest) else allowed
@@ -192,7 +198,8 @@ class Gathering:
 
     def _is_early(self, agreeing: Collection[Ready], *, is_patient: bool) -> bool:
         """Return whether to wait for observers to become contributors: while `is_patient`, or
-        while contributors are fewer than the quorum."""
+        while contributors are fewer than the quorum.
+        """
         num_contributors = sum(not ready.listens for ready in agreeing)
         return num_contributors < len(agreeing) and (is_patient or num_contributors < self.rules.quorum)
 

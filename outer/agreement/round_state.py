@@ -1,5 +1,6 @@
 """The state of one island while it takes part in rounds: its tables, its own ready message, and
-its outbox."""
+its outbox.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ State = Literal["training", "gathering", "reducing", "voting"]
 @dataclass
 class RoundState:
     """One island's state in rounds. All values in its tables are immutable: copying the tables
-    copies the state."""
+    copies the state.
+    """
 
     knowledge: Knowledge
     readies: ReadyTable = field(default_factory=ReadyTable)
@@ -72,7 +74,8 @@ class RoundState:
 
     def meet(self, own: Ready) -> None:
         """Choose a coordinator for the first attempt of a run, among the live islands that have
-        joined so far."""
+        joined so far.
+        """
         if (own.round, own.attempt) == (0, 0):
             live = self.knowledge.present - self.knowledge.lost
             self.coordination.meet(live | {self.knowledge.me}, self.knowledge.rules)
@@ -97,7 +100,8 @@ class RoundState:
 
     def find_left_behind(self) -> frozenset[str]:
         """Return the islands to which this one must send its goodbye. After the last round the
-        coordinator leaves last."""
+        coordinator leaves last.
+        """
         others, coordination = self.knowledge.present - self.knowledge.lost, self.coordination
         if coordination.is_led and self.knowledge.status.round >= self.knowledge.rules.max_round:
             return others - frozenset(coordination.crew[1:])
@@ -114,7 +118,8 @@ class RoundState:
 
     def pass_on(self, plan: Plan) -> None:
         """Forward the plan to this island's branches. It does so even if it takes no part
-        itself, because others may."""
+        itself, because others may.
+        """
         self.passing.forget(plan.planner)
         if self.knowledge.me in plan.names:
             self.send(find_branches(plan, self.knowledge.me, self.knowledge.rules), plan)
@@ -126,7 +131,8 @@ class RoundState:
 
     def require_query(self) -> None:
         """Forbid a commit of the open plan on votes alone, because other islands may have
-        aborted it without this island."""
+        aborted it without this island.
+        """
         if self.plan is not None and self.state in ("reducing", "voting"):
             self.vote_table.query_first[self.plan.id] = self.plan.round
             self.vote_table.forget_open(self.plan.id)

@@ -51,7 +51,8 @@ class Rules:
 @dataclass(frozen=True)
 class Behind:
     """Another history survives, and any of `donors` can provide its state. `text` describes both
-    histories."""
+    histories.
+    """
 
     donors: tuple[str, ...]
     cause: str
@@ -118,7 +119,8 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
 
 def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:
     """Return the fields of the ready message `planned` that may differ from `own` by now, with
-    their values in `own`."""
+    their values in `own`.
+    """
     observed = {"step_seconds": own.step_seconds, "first": own.first} if planned.listens else {}
     return {"attempt": own.attempt} | observed
 

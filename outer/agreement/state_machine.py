@@ -65,7 +65,8 @@ class RoundProtocol(RoundState):
 
     def prepare(self, own: Ready) -> None:
         """Start to gather, as a contributor or as an observer that still trains. `own.attempt`
-        must be `next_attempt`."""
+        must be `next_attempt`.
+        """
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
         self.state, self.own = "gathering", own
         self.exchange.end()
@@ -77,7 +78,8 @@ class RoundProtocol(RoundState):
 
     def contribute(self, own: Ready) -> None:
         """Change from an observer to a contributor of this gathering. Has no effect once the
-        plan is fixed."""
+        plan is fixed.
+        """
         if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
             self.send_ready(self.own)
@@ -125,7 +127,8 @@ class RoundProtocol(RoundState):
 
     def pass_over(self, *, is_late: bool) -> str | None:
         """Stop waiting for the plan of the island that should make it. Return its name if it is
-        another island."""
+        another island.
+        """
         planner = self.gathering.find_planner(is_late=is_late)
         if planner in (None, self.knowledge.me):
             return None
@@ -165,7 +168,8 @@ class RoundProtocol(RoundState):
 
     def resend(self) -> None:
         """Send every message of the current state that may have been lost again. Call it each
-        second."""
+        second.
+        """
         for planner, query in self.passing.find_missing(self.knowledge.status.round):
             self.send([planner], query)
         if self.state == "gathering" and self.own is not None:
@@ -178,7 +182,8 @@ class RoundProtocol(RoundState):
     # -- islands come, go and fail ------------------------------------------------------------------------------
     def remove(self, island: str) -> None:
         """Record that an island has left the run. Unlike a lost island it cannot have aborted
-        the plan on its own."""
+        the plan on its own.
+        """
         self.knowledge.forget(island)
         self.coordination.leave(island)
         self.readies.latest.pop(island, None)
@@ -258,7 +263,8 @@ class RoundProtocol(RoundState):
 
     def _renew_ready(self, status: Status) -> None:
         """Announce a later attempt if the peer has used this island's ready message in a plan
-        that never arrived here."""
+        that never arrived here.
+        """
         own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
         if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
@@ -309,7 +315,8 @@ class RoundProtocol(RoundState):
 
     def _expect_earlier(self, plan: Plan) -> None:
         """Presume that the islands which named an earlier state hold it, if the plan goes back
-        to it and this island lacks it."""
+        to it and this island lacks it.
+        """
         holders = [p.island for p in plan.participants if p.earlier == plan.earlier]
         if plan.earlier is None or self.knowledge.me in holders:
             return

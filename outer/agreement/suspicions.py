@@ -64,7 +64,8 @@ Votes = Mapping[tuple[str, str], Vote]
 @dataclass(frozen=True)
 class Streak:
     """How many rounds in a row an island gave the same cause to be left out, among the rounds in
-    which it took part."""
+    which it took part.
+    """
 
     count: int = 0
     until: int = 0
@@ -79,7 +80,8 @@ class Streak:
 @dataclass
 class Suspicions:
     """The plans of this round in which an island took part, and its suspicions against their
-    participants."""
+    participants.
+    """
 
     plans: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Participants by plan, in the order of the attempts."""
@@ -112,7 +114,8 @@ class Suspicions:
 
     def begin_round(self, round_number: int, committed: Iterable[str], votes: Votes) -> None:
         """Begin a round with a new state: forget the attempts. `committed`: participants of the
-        plan that this island committed."""
+        plan that this island committed.
+        """
         silent = frozenset(chain(*(self.silent.get(plan, ()) for plan in self._counted)))
         hindrances = self._find_hindrances(frozenset(committed), votes)
         _add(self.dissents, self.find_dissenters(votes), round_number)
@@ -138,7 +141,8 @@ class Suspicions:
 
     def find_dissenters(self, votes: Votes) -> dict[str, str]:
         """Return the participants whose digest differs from the digest of more than half of a
-        plan's participants, with both digests."""
+        plan's participants, with both digests.
+        """
         found = {}
         for plan in self._counted:
             cast = self._digests(plan, votes)
@@ -150,7 +154,8 @@ class Suspicions:
 
     def find_ties(self, islands: frozenset[str], votes: Votes) -> list[dict[str, str]]:
         """Return the digests by island for each plan with all of `islands` in which no digest
-        had a majority."""
+        had a majority.
+        """
         plans = [plan for plan, names in self.plans.items() if islands <= frozenset(names)]
         cast = [digests for plan in plans if len(digests := self._digests(plan, votes)) == len(self.plans[plan])]
         return [digests for digests in cast if 2 * max(Counter(digests.values()).values()) <= len(digests)]
@@ -165,7 +170,8 @@ class Suspicions:
 
     def left_out(self, attempt: int) -> frozenset[str]:
         """Return the minority of the participants whose turn it is to be left out of this
-        attempt, after many failed attempts."""
+        attempt, after many failed attempts.
+        """
         names = sorted(set(chain(*self.plans.values())))
         sizes = range(1, (len(names) - 1) // 2 + 1)
         if len(self.plans) < ROTATE_AFTER or not sizes:
@@ -179,14 +185,16 @@ class Suspicions:
 
     def _find_hindrances(self, committed: frozenset[str], votes: Votes) -> frozenset[str]:
         """Return the islands that were left out, in their turn, of the plan that committed and
-        are suspected of nothing else."""
+        are suspected of nothing else.
+        """
         if not committed or len(self.plans) <= ROTATE_AFTER:
             return frozenset()
         return frozenset(self._islands - committed - self.excluded(self.round, votes).keys())
 
     def _find_accused(self, votes: Votes, round_number: int) -> dict[str, str]:
         """Return the accused islands, and the islands that accuse too many others, with the
-        reasons."""
+        reasons.
+        """
         pairs = {pair for plan in self._counted for pair in self._accusations(plan, votes)}
         most = max(((len(names) - 1) // 2 for names in self.plans.values()), default=0)
         num_accused = Counter(accuser for accuser, _ in pairs)
@@ -260,7 +268,8 @@ def explain_accusations(round_number: int, reasons: Mapping[str, str]) -> str:
 
 def explain_tie(round_number: int, ties: Sequence[Mapping[str, str]]) -> str:
     """Return the error text for the end of a run whose islands find different digests without a
-    majority."""
+    majority.
+    """
     said = ", ".join(f"{name} {digest}" for name, digest in sorted(ties[-1].items()))
     return (
         f"round {round_number}: in {len(ties)} attempts the islands found different means from the same payloads, and "

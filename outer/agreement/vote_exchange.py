@@ -26,7 +26,8 @@ from outer.network.messages import Message
 @dataclass
 class VoteExchange:
     """One island's part in the exchange of votes on a plan. All values in its fields are
-    immutable."""
+    immutable.
+    """
 
     plan: Plan | None = None
     """The plan in which this island takes part."""
@@ -72,7 +73,8 @@ class VoteExchange:
         self, table: VoteTable, knowledge: Knowledge, *, is_late: bool, is_over: bool, is_slow: bool
     ) -> Outcome:
         """Return the outcome of the plan on this island. The arguments are as in
-        `RoundProtocol.conclude`."""
+        `RoundProtocol.conclude`.
+        """
         assert self.plan is not None, "an island concludes the plan it takes part in"
         self._go_on(self.plan, table, knowledge, is_slow=is_slow or is_late)
         if self.plan.id in table.outcomes:
@@ -134,7 +136,8 @@ class VoteExchange:
 
     def _take_list(self, sender: str, message: VoteList, plan: Plan, table: VoteTable, knowledge: Knowledge) -> None:
         """Remember the votes of all, whichever island sends them, and forward them. Raises like
-        `VoteTable.add_list`."""
+        `VoteTable.add_list`.
+        """
         table.add_list(sender, message, plan, knowledge.signer.verify)
         if self.passed_on is None and plan.planner != knowledge.me:
             self.passed_on = message
@@ -149,7 +152,8 @@ class VoteExchange:
 
     def _go_on(self, plan: Plan, table: VoteTable, knowledge: Knowledge, *, is_slow: bool) -> None:
         """Forward votes, or stop relying on the planner. `is_slow`: the planner's time to
-        forward the votes is over."""
+        forward the votes is over.
+        """
         cannot_rely = is_slow or plan.planner in knowledge.lost or _is_in_doubt(plan, table)
         if cannot_rely and not self.is_direct:
             self.is_direct = True

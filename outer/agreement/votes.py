@@ -1,5 +1,6 @@
 """Memory of one island for the plans of recent rounds, bounded so that a hostile peer cannot
-fill it."""
+fill it.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class VoteTable:
 
     def certify(self, plan: Plan) -> Certificate:
         """Return the certificate of a plan that commits: another participant's, or one made of
-        all votes."""
+        all votes.
+        """
         if plan.id in self.certificates:
             return self.certificates[plan.id]
         votes = [self.votes[plan.id, name] for name in plan.names]
@@ -65,7 +67,8 @@ class VoteTable:
 
     def record(self, plan: Plan, sender: str, reply: VoteReceipt | OutcomeReply, verify: Verify) -> None:
         """Remember the outcome of the plan at another participant. Raises RefusedError for a
-        commit without proof."""
+        commit without proof.
+        """
         if isinstance(reply, VoteReceipt):
             self.receipts[plan.id, sender] = reply.outcome
             return
@@ -105,7 +108,8 @@ class VoteTable:
 
     def settle(self, plan: Plan) -> None:
         """Record the planner's announcement that all participants have the votes of all, if this
-        island has them, too."""
+        island has them, too.
+        """
         if len(self.cast(plan)) == len(plan.names):
             for name in plan.names:
                 self.receipts.setdefault((plan.id, name), "open")
@@ -136,7 +140,8 @@ class VoteTable:
 
     def tally(self, plan: Plan) -> Outcome:
         """Return the outcome of the votes: abort on one no or two digests, commit when all are
-        yes, otherwise open."""
+        yes, otherwise open.
+        """
         cast = self.cast(plan).values()
         if any(v.digest is None for v in cast) or len({v.digest for v in cast}) > 1:
             return "abort"
@@ -176,19 +181,22 @@ class VoteTable:
 
     def resolve(self, plan: Plan, reachable: frozenset[str]) -> Outcome:
         """Return the outcome of a query: commit if any participant has committed, abort once all
-        `reachable` ones have replied."""
+        `reachable` ones have replied.
+        """
         if any(self.replies.get((plan.id, name)) == "commit" for name in plan.names):
             return "commit"
         return "open" if self.without_reply(plan) & reachable else "abort"
 
     def forget_open(self, plan: str) -> None:
         """Forget "open" replies when another participant is lost: their senders may have since
-        learned of its commit."""
+        learned of its commit.
+        """
         self.replies = {key: said for key, said in self.replies.items() if key[0] != plan or said != "open"}
 
     def pending(self, plan: Plan) -> frozenset[str]:
         """Return the participants whose vote is missing, or that have not acknowledged this
-        island's vote."""
+        island's vote.
+        """
         return frozenset(n for n in plan.names if (plan.id, n) not in self.votes or (plan.id, n) not in self.receipts)
 
     def without_reply(self, plan: Plan) -> frozenset[str]:
@@ -206,7 +214,8 @@ class VoteTable:
 
     def check_room(self, plan: str, sender: str) -> None:
         """Raise MessageError if the sender has caused MAX_PLANS other plans to be remembered
-        here."""
+        here.
+        """
         plans = {key[0] for key in self.votes if key[1] == sender}
         if plan not in plans and len(plans) + self.num_queries.get(sender, 0) >= MAX_PLANS:
             raise MessageError("too many plans are mentioned in this round")
@@ -225,7 +234,8 @@ class VoteTable:
 
 def check_certificate(plan: Plan, certificate: Certificate | None, verify: Verify) -> Certificate:
     """Return the certificate if it proves that all participants agreed on the plan. Raises
-    RefusedError if not."""
+    RefusedError if not.
+    """
     said = f"it says that the plan of round {plan.round} is committed, and shows"
     if certificate is None:
         raise RefusedError("proof", f"{said} no certificate")

@@ -58,7 +58,8 @@ def digest_of(payload: torch.Tensor) -> str:
 
 class Commitments:
     """Signs this island's payloads and checks those of other islands. Any thread may call its
-    methods."""
+    methods.
+    """
 
     def __init__(self, key: IslandKey, names: KnownNames) -> None:
         """Create it with the island's key. `names` must know the keys of a plan's participants."""
@@ -66,20 +67,23 @@ class Commitments:
 
     def key_of(self, island: str) -> str:
         """Return the public key of an island. Raises TransportError if it is not known here, for
-        which no island is blamed."""
+        which no island is blamed.
+        """
         if (key := self._names.key_of(island)) is None:
             raise TransportError(f"the key of island {island!r} is not known here")
         return key
 
     def seal(self, plan: Plan, part: int, payload: torch.Tensor) -> torch.Tensor:
         """Return the payload (1-D uint8) with this island's signature appended, the form in
-        which it is sent while audits are on."""
+        which it is sent while audits are on.
+        """
         signature = sign_payload(self.key, plan, part, payload)
         return torch.cat([payload, torch.frombuffer(bytearray(signature), dtype=torch.uint8)])
 
     def open(self, plan: Plan, part: int, island: str, sealed: torch.Tensor) -> "SignedPayload":
         """Check and remove the signature that `seal` appended. Raises PoisonError if `island`
-        has not signed the payload."""
+        has not signed the payload.
+        """
         payload, signature = sealed[:-SIGNATURE_BYTES], sealed[-SIGNATURE_BYTES:].numpy().tobytes()
         if not is_payload_signed(self.key_of(island), plan, part, digest_of(payload), signature):
             raise PoisonError(island, f"a payload of part {part} without its signature")
@@ -89,7 +93,8 @@ class Commitments:
 @dataclass(frozen=True)
 class SignedPayload:
     """A contributor's encoded part (1-D uint8) and its signature, which is empty while this
-    island's own part is unsigned."""
+    island's own part is unsigned.
+    """
 
     payload: torch.Tensor
     signature: bytes = b""
@@ -97,7 +102,8 @@ class SignedPayload:
 
 def sign_payload(key: IslandKey, plan: Plan, part: int, payload: torch.Tensor) -> bytes:
     """Return a contributor's signature (SIGNATURE_BYTES bytes) on its payload of the part in the
-    plan."""
+    plan.
+    """
     return key.sign(PAYLOAD_PURPOSE, _payload_bytes(plan.id, part, digest_of(payload)))
 
 
@@ -110,7 +116,8 @@ def build_statement(
     key: IslandKey, plan: Plan, part: int, mean: torch.Tensor, payloads: Sequence[SignedDigest]
 ) -> Statement:
     """Return the signed statement of the reducer that holds `key`, about the mean (encoded
-    bytes) of these payloads."""
+    bytes) of these payloads.
+    """
     unsigned = Statement(plan=plan.id, part=part, mean=digest_of(mean), payloads=list(payloads), signature="0" * 128)
     return unsigned.model_copy(update={"signature": key.sign(STATEMENT_PURPOSE, _statement_bytes(unsigned)).hex()})
 

@@ -31,14 +31,16 @@ class _Entry:
 
 class Distrust:
     """The distrusted islands. Every rank of an island keeps its own copy, updated from the same
-    audits."""
+    audits.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
 
     def note(self, round_number: int, island: str, *, is_wrong: bool) -> None:
         """Record that an audit in this round found the island at fault: a wrong mean
-        (`is_wrong`), or missing evidence."""
+        (`is_wrong`), or missing evidence.
+        """
         old = self._entries.get(island, _Entry(0, 0, 0))
         if round_number >= old.until + FORGET_ROUNDS:
             old = _Entry(0, 0, 0)
@@ -48,7 +50,8 @@ class Distrust:
 
     def find(self, plan: Plan) -> tuple[str, str] | None:
         """Return a participant with which this island takes part in no plan of this round, and
-        the reason; or None."""
+        the reason; or None.
+        """
         for name in plan.names:
             entry = self._entries.get(name)
             if entry is None or plan.round >= entry.until:

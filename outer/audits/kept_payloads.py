@@ -60,7 +60,8 @@ class _KeptPart:
 
 class KeptPayloads:
     """The payloads of one rank's last attempt. All methods but `clear` must be called on the
-    event loop."""
+    event loop.
+    """
 
     def __init__(self, commitments: Commitments) -> None:
         self.commitments = commitments
@@ -83,7 +84,8 @@ class KeptPayloads:
 
     def keep(self, part: int, payloads: Mapping[str, SignedPayload], mean: torch.Tensor) -> None:
         """Keep the payloads of which this rank, as the part's reducer, computed the encoded
-        `mean`. `payloads`: in the plan's order."""
+        `mean`. `payloads`: in the plan's order.
+        """
         self._parts[part] = _KeptPart(payloads, mean)
 
     def clear(self) -> None:
@@ -117,7 +119,8 @@ class KeptPayloads:
 
     def _find(self, source: Endpoint, plan_id: str, part: int) -> tuple[Plan, _KeptPart]:
         """Return the plan and the kept part. Raises TransportError, whose text goes to the
-        caller."""
+        caller.
+        """
         plan = self._plan
         if plan is None or plan.id != plan_id or source.island not in plan.names:
             raise TransportError("this island does not take part in that plan, or no longer does")
@@ -133,7 +136,8 @@ class KeptPayloads:
 
 def sign_all(key: IslandKey, plan: Plan, part: int, payloads: Sequence[SignedPayload]) -> list[SignedDigest]:
     """Return digests and signatures of payloads. This island's own payload, which was not sent,
-    is signed now."""
+    is signed now.
+    """
     return [
         SignedDigest(
             digest=digest_of(each.payload),

@@ -58,7 +58,8 @@ class CodecChoice:
 
     def gathers(self, part: Part) -> bool:
         """Return whether every participant receives every payload of the part and computes the
-        mean itself."""
+        mean itself.
+        """
         return self.is_gathered and not part.is_fine and not part.is_moment
 
     def has_feedback(self, part: Part) -> bool:
@@ -73,7 +74,8 @@ def build_uniform_choice(codec: Codec) -> CodecChoice:
 
 def build_codec_choice(config: OuterConfig) -> CodecChoice:
     """Return the codecs that the config selects. Raises InputError, also for own code that does
-    not do what a codec must."""
+    not do what a codec must.
+    """
     codec = build_codec(config.codec, config.coding)
     moments = Fp32Codec() if config.codec == "fp32" else Bf16Codec()
     if codec.gathers and (problem := config.gathering_problem):

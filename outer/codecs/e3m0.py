@@ -1,5 +1,6 @@
 """The e3m0 codec: 4-bit floats (a sign and three exponent bits) with one 16-bit scale per block
-of 128."""
+of 128.
+"""
 
 import torch
 
@@ -37,7 +38,8 @@ class E3m0Codec:
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the payload size: half a byte per element, plus 2 bytes per block, which is
-        4.125 bits per element."""
+        4.125 bits per element.
+        """
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,8 @@ class E3m0Codec:
 
 def _magnitude_codes(bits: torch.Tensor) -> torch.Tensor:
     """Return the int8 codes 0 to 7 of 4 |x| / scale. `bits` holds the fp32 bits of these values
-    and is overwritten."""
+    and is overwritten.
+    """
     floor = bits >> _MANTISSA_BITS
     # Adding half a mantissa rounds the exponent to the nearest power of two; 1.5 rounds up to 2.
     nearest = bits.add_(_HALF).bitwise_right_shift_(_MANTISSA_BITS)

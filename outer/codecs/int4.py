@@ -48,7 +48,8 @@ class Int4Codec:
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the payload size: half a byte per element, plus 2 bytes per block, which is
-        4.125 bits per element."""
+        4.125 bits per element.
+        """
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,8 @@ class Int4Codec:
 
 def _noise(scales: torch.Tensor, num_elements: int) -> torch.Tensor:
     """Return `num_elements` fp32 values from 2**-17 to 1 - 2**-17, uniform and symmetric around
-    1/2."""
+    1/2.
+    """
     seed = int.from_bytes(blake2b(scales.view(torch.uint8).numpy().data, digest_size=8).digest(), "little")
     words = torch.empty(-(-num_elements // 4), dtype=torch.int64)
     # Each random 64-bit word gives four 16-bit values.

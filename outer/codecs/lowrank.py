@@ -88,7 +88,8 @@ class LowrankCodec:
 
 def _split(payload: torch.Tensor, rows: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of a payload's scale (fp32, 1 element), P (int16, rows x rank) and Q (int16,
-    cols x rank)."""
+    cols x rank).
+    """
     entries = payload[_SCALE_BYTES:].view(torch.int16).view(-1, rank)
     return payload[:_SCALE_BYTES].view(torch.float32), entries[:rows], entries[rows:]
 
@@ -100,7 +101,8 @@ def _peak(values: torch.Tensor) -> float:
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return P (rows, rank) with orthonormal columns and Q = A^T P (cols, rank), such that P Q^T
-    approximates A."""
+    approximates A.
+    """
     loads = torch.rand(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0)).sub_(0.5)
     basis = torch.empty(len(matrix), rank)
     for _ in range(_ITERATIONS):

@@ -1,5 +1,6 @@
 """A codec of the user's own: its interface, the checks around it, and the tests that it must
-pass before a run begins."""
+pass before a run begins.
+"""
 
 import math
 from typing import Any, Protocol
@@ -19,7 +20,8 @@ COARSE_BITS = 8
 
 class CodecCode(Protocol):
     """The interface of own code. It may also have `is_coarse`, `gathers` and `block_elements` of
-    a Codec."""
+    a Codec.
+    """
 
     def num_bytes(self, num_elements: int) -> int: ...
 
@@ -33,7 +35,8 @@ class OwnCodec:
 
     def __init__(self, code: CodecCode, name: str) -> None:
         """Wrap `code`. `name` is for messages. A codec without `is_coarse` is coarse below 8
-        bits per element."""
+        bits per element.
+        """
         self.name, self._code = name, code
         self.block_elements: int = getattr(code, "block_elements", 1)
         self.gathers: bool = getattr(code, "gathers", False)
@@ -45,7 +48,8 @@ class OwnCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Encode values and check the payload. Raises NonFiniteError for the first inf or nan,
-        and InputError for a payload with a wrong size or dtype."""
+        and InputError for a payload with a wrong size or dtype.
+        """
         values = flat_fp32(values)
         if not is_finite(values):
             raise non_finite_error(values)
@@ -60,7 +64,8 @@ class OwnCodec:
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Decode a payload and check the values. Raises MessageError, also for any error of own
-        code about the bytes of a peer."""
+        code about the bytes of a peer.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         try:
             values = self._code.decode(payload, num_elements)

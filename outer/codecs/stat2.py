@@ -37,7 +37,8 @@ class Stat2Codec:
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the payload size: a quarter byte per element, plus 8 bytes per block, which is
-        2.125 bits per element."""
+        2.125 bits per element.
+        """
         return 2 * _LEVELS * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 2)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,8 @@ def _fill_codes(steps: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of each row, added pairwise in an order that is the same on every machine.
-    Overwrites `rows`."""
+    Overwrites `rows`.
+    """
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         if rows.shape[1] % 2:

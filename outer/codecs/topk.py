@@ -37,7 +37,8 @@ class TopkCodec:
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the size of the selected values and indices: 0.2266 bits per element for 64 of
-        4096 at 2 bits."""
+        4096 at 2 bits.
+        """
         count = self._num_selected(num_elements)
         return selected_bytes(count, self._top_k, self._value_bits) + packed_bytes(count, self._index_bits)
 
@@ -56,7 +57,8 @@ class TopkCodec:
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Return 1-D fp32 values. Raises MessageError on a wrong size, bad values, or indices
-        not ascending in their chunk."""
+        not ascending in their chunk.
+        """
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         encoded, packed_indices = self._split(payload, num_elements)
         count = self._num_selected(num_elements)
@@ -87,7 +89,8 @@ class TopkCodec:
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the indices of the largest magnitudes in each row (chunks, elements),
-        ascending, int64."""
+        ascending, int64.
+        """
         # A key has the magnitude in its high bits and the index in its low bits. No two keys are
         # equal, so the selection does not depend on the algorithm.
         keys = rows.view(torch.int32).bitwise_and(_MAGNITUDE_MASK).long()

@@ -1,5 +1,6 @@
 """The `outer` section of the run config. It does not import torch, so that config errors appear
-fast."""
+fast.
+"""
 
 from outer.config.networks import NETWORKS, PORTS_OF_TLS, NetworkFacts
 from outer.config.optimizer import AlignConfig, OuterOptimizerConfig

@@ -219,7 +219,8 @@ class OuterConfig(Section):
     @property
     def gathering_problem(self) -> str:
         """Return why the codec must not be one that cannot encode a mean; empty if it may be
-        one."""
+        one.
+        """
         remembering = self.merge.remembering
         if not remembering:
             return ""
@@ -232,7 +233,8 @@ class OuterConfig(Section):
     @property
     def later_defaults(self) -> dict[str, set[str]]:
         """Settings that were added later and still have their defaults, by section. Hashes leave
-        them out, so that they stay as before."""
+        them out, so that they stay as before.
+        """
         unset = {
             "coding": {"options"} if not self.coding.options else set(),
             "merge": self.merge.later_defaults,

@@ -23,7 +23,8 @@ def is_import_path(name: str) -> bool:
 
 def one_of(names: Sequence[str], example: str) -> AfterValidator:
     """Return a validator of a setting that is one of `names` or an import path such as
-    `example`."""
+    `example`.
+    """
 
     def check(name: str) -> str:
         if name not in names and not is_import_path(name):
@@ -35,7 +36,8 @@ def one_of(names: Sequence[str], example: str) -> AfterValidator:
 
 def _read_number(value: Any) -> Any:
     """Return a number for a text such as 1e-5, which YAML reads as text; return all other values
-    unchanged."""
+    unchanged.
+    """
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 

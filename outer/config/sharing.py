@@ -1,5 +1,6 @@
 """Settings for merging and encoding pseudo-gradients and, in gossip, sending them to a few other
-islands."""
+islands.
+"""
 
 from typing import Annotated, Literal
 
@@ -13,7 +14,8 @@ MERGE_RULES = ("mean", "trimmed_mean", "geometric_median", "centered_clip", "rad
 
 class MergeConfig(Section):
     """Rules for merging the participants' pseudo-gradients, part by part, and for leaving out
-    some of them."""
+    some of them.
+    """
 
     rule: Annotated[str, one_of(MERGE_RULES, "my_package.merges:Softened")] = "mean"
     """mean, trimmed_mean, geometric_median, centered_clip, radial or contributors, or a rule of
@@ -64,7 +66,8 @@ class MergeConfig(Section):
     @property
     def refuses_payloads(self) -> bool:
         """Whether reducers refuse payloads beyond the bound. They do with rules whose result a
-        single participant can move."""
+        single participant can move.
+        """
         is_movable = self.rule in ("mean", "radial", "contributors") or is_import_path(self.rule)
         return self.refuse_norm_ratio is not None and is_movable
 
@@ -76,7 +79,8 @@ class MergeConfig(Section):
     @property
     def remembering(self) -> list[str]:
         """The settings that make a part's mean depend on earlier rounds as its reducer has seen
-        them."""
+        them.
+        """
         found = [name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None]
         return found + (["rule: centered_clip"] if self.rule == "centered_clip" else [])
 
@@ -110,7 +114,8 @@ class CodingConfig(Section):
 
 class GossipConfig(Section):
     """Gossip (NoLoCo, 2506.10911): each island averages with a few others, which are drawn again
-    each round. Global params differ between islands."""
+    each round. Global params differ between islands.
+    """
 
     group: int = Field(default=2, ge=2)
     """Number of islands that average together. If it does not divide the number of islands, some groups are larger."""

@@ -1,5 +1,6 @@
 """The place where islands over gloo and tls meet: a rendezvous, or a DHT beside tls. Also lists
-the runs at an address."""
+the runs at an address.
+"""
 
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError

@@ -54,7 +54,8 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
 
 def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
     """Return the means by which this rank authenticates its peers, and the owners of names.
-    Raises InputError."""
+    Raises InputError.
+    """
     key, names = settings.island_key or IslandKey.generate(), KnownNames(settings.names_path)
     if problem := names.claim(settings.island, key.public):
         raise InputError(
@@ -134,7 +135,8 @@ async def _open_messenger(
     settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, dialer: Dialer
 ) -> StreamMessenger:
     """Listen for calls and return the messenger. Raises InputError, also for addresses that are
-    not of a rendezvous."""
+    not of a rendezvous.
+    """
     if not NETWORKS[kind].may_meet_in_dht or not is_of_dht(settings.bootstrap):
         check_rendezvous_addresses(kind, settings.bootstrap)
     messenger = StreamMessenger(settings.run_id, settings.me, dialer.open_streams, Traffic(), auth)

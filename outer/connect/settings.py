@@ -1,5 +1,6 @@
 """The settings for opening a rank's connections to other islands, and the connections
-themselves."""
+themselves.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack

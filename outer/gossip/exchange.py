@@ -18,7 +18,8 @@ from outer.space.ranks import RankGroup
 
 class GossipExchange:
     """One rank's part in the exchange. Every rank of the island makes the same calls; only the
-    leader has `partners`."""
+    leader has `partners`.
+    """
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class GossipExchange:
 
     def encode(self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return this rank's share, encoded, by part. Raises OuterError on every rank if one
-        rank cannot encode its parts."""
+        rank cannot encode its parts.
+        """
         payloads, cause = {}, None
         try:
             for part, grad in grads.items():
@@ -58,7 +60,8 @@ class GossipExchange:
 
     def fetch(self, met: Met, round_number: int) -> tuple[dict[str, Shares], dict[str, str]]:
         """Return (this rank's parts of the partners' shares, causes by partner whose share is
-        missing on some rank)."""
+        missing on some rank).
+        """
         shares, failed = self._event_loop.run(self._download.fetch_all(met.routes, round_number))
         lost = dict(met.lost)
         for causes in self._ranks.gather(failed):

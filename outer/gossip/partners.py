@@ -28,7 +28,8 @@ POLL_SECONDS = 0.2
 @dataclass(frozen=True)
 class Route:
     """The route to a partner's ranks: the carrier rank of each part, and the control address of
-    each rank."""
+    each rank.
+    """
 
     carriers: list[int]
     addresses: list[str]
@@ -47,7 +48,8 @@ class Met:
 
 class Partners:
     """Communicates for one island. `addresses` are the (transport, control) addresses of each of
-    its ranks."""
+    its ranks.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class Partners:
 
     async def announce(self, position: Position, since: int) -> None:
         """Enter the membership. Other islands expect this island from round `since`. Raises
-        InputError if the name is taken."""
+        InputError if the name is taken.
+        """
         self._own = Member(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
@@ -93,7 +96,8 @@ class Partners:
 
     async def wait_for(self, num_islands: int, seconds: float) -> int:
         """Wait up to `seconds` for `num_islands`. Return the number of islands that have joined,
-        this one included."""
+        this one included.
+        """
 
         async def have_come() -> bool:
             return await self._peers.refresh() and 1 + len(self._peers.members) >= num_islands
@@ -116,7 +120,8 @@ class Partners:
 
     async def names(self, round_number: int) -> list[str]:
         """Return the sorted names of the islands in this round; only this island before the
-        round from which it counts."""
+        round from which it counts.
+        """
         await self._peers.refresh()
         own = self._own
         assert own is not None, "the island has been announced"
@@ -125,7 +130,8 @@ class Partners:
 
     async def find_donors(self, position: int) -> list[Member]:
         """Return at most one island that has committed more than `position` rounds, a different
-        one in each call."""
+        one in each call.
+        """
         await self._peers.refresh()
         ahead = sorted((m for m in self._peers.members.values() if m.round > position), key=lambda m: -m.round)
         self._tries += 1
@@ -133,7 +139,8 @@ class Partners:
 
     async def meet(self, names: Collection[str], round_number: int, num_parts: int) -> Met:
         """Find out which of these partners reach the end of the round. Wait for each at most as
-        long as a round takes."""
+        long as a round takes.
+        """
         replies = await asyncio.gather(*(self._meet(name, round_number) for name in names))
         routes, lost, num_ahead = {}, {}, 0
         for name, reply in zip(names, replies, strict=True):
@@ -152,7 +159,8 @@ class Partners:
 
     async def confirm(self, has_all: dict[str, bool], round_number: int) -> dict[str, str]:
         """Return why partners whose share has arrived do not count, by name. All others have
-        this island's share, too."""
+        this island's share, too.
+        """
         await self._server.judge(has_all)
         names = [name for name, has in has_all.items() if has]
         causes = await asyncio.gather(*(self._confirm(name, round_number) for name in names))
@@ -180,7 +188,8 @@ class Partners:
 
     async def _confirm(self, name: str, round_number: int) -> str:
         """Return why the pair does not count, or "" if the partner reports that it has this
-        island's whole share."""
+        island's whole share.
+        """
         body = Tell(round=round_number, has_all=True).encode()
         limit = self._deadlines.limit("gossip")
         deadline = loop_time() + limit

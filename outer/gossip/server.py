@@ -49,7 +49,8 @@ class Take(Message):
 
 class Tell(Message):
     """Reports whether the sender has the receiver's whole share, and asks for the receiver's
-    report in return."""
+    report in return.
+    """
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     has_all: bool
@@ -57,7 +58,8 @@ class Tell(Message):
 
 class TellReply(Message):
     """The answer to `Tell`: whether this island has the sender's whole share, or "open" if it
-    does not know yet."""
+    does not know yet.
+    """
 
     status: Literal["yes", "no", "open"]
 
@@ -144,7 +146,8 @@ class GossipServer:
 
     async def _wait_for(self, round_number: int) -> None:
         """Wait up to HOLD_SECONDS until the share of this round is published or the round is
-        past."""
+        past.
+        """
 
         def is_decided() -> bool:
             return self._is_past(round_number) or self._find_share(round_number) is not None

@@ -26,7 +26,8 @@ Shares = dict[int, Share]
 
 class ShareCoding:
     """Encodes a part as the payload of its pseudo-gradient followed by the payload of its global
-    params."""
+    params.
+    """
 
     def __init__(self, space: Space, config: OuterConfig) -> None:
         assert config.gossip is not None, "the run gossips"
@@ -35,7 +36,8 @@ class ShareCoding:
 
     def encode(self, part: int, share: Share) -> torch.Tensor:
         """Return the payload, newly allocated. Raises OuterError with the parameter's name for
-        inf and nan."""
+        inf and nan.
+        """
         try:
             pseudo_grad, params = self._codecs(part)
             return torch.cat([pseudo_grad.encode(share.pseudo_grad), params.encode(share.params)])
@@ -70,7 +72,8 @@ class ShareDownload:
         self, routes: Mapping[str, Route], round_number: int
     ) -> tuple[dict[str, Shares], dict[str, str]]:
         """Return (shares of the partners that sent all of theirs in time, causes by partner
-        whose share is missing)."""
+        whose share is missing).
+        """
         fetched = await asyncio.gather(*(self._fetch(name, route, round_number) for name, route in routes.items()))
         by_name = dict(zip(routes, fetched, strict=True))
         shares = {name: share for name, share in by_name.items() if not isinstance(share, str)}
@@ -103,7 +106,8 @@ class ShareDownload:
 
     def _decode(self, name: str, part: int, reply: bytes) -> Share:
         """Decode a reply. Raises MessageError, and counts a rejection, for bytes that must not
-        enter a mean."""
+        enter a mean.
+        """
         try:
             return self.coding.decode(part, torch.frombuffer(bytearray(reply), dtype=torch.uint8))
         except MessageError as error:

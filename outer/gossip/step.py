@@ -39,7 +39,8 @@ def group_of(island: str, seed: int, round_number: int, names: Collection[str], 
 
 def build_optimizer_config(config: GossipConfig) -> OuterOptimizerConfig:
     """Return the config of an SGD whose step on `outer_gradient` is the step above. Its momentum
-    buffer is -m."""
+    buffer is -m.
+    """
     return OuterOptimizerConfig(lr=1.0, momentum=config.momentum, nesterov=False)
 
 

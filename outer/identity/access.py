@@ -1,5 +1,6 @@
 """Rules for which islands may take part: `island.allow`, and the files in which an operator bans
-islands during a run."""
+islands during a run.
+"""
 
 import logging
 import re
@@ -22,7 +23,8 @@ MAX_FILE_BYTES = 1 << 20
 @dataclass
 class Access:
     """Decides which islands may take part, by name, key and peer id. Its methods may be called
-    on any thread."""
+    on any thread.
+    """
 
     allow: Collection[str] = frozenset()
     """Islands' public keys and libp2p peer ids. If it is empty, all islands are allowed."""
@@ -41,7 +43,8 @@ class Access:
 
     def is_allowed(self, key: str, peer_id: str = "") -> bool:
         """Return whether `allow` permits the island with this key, which connects from this
-        libp2p peer."""
+        libp2p peer.
+        """
         return not self.allow or key in self.allow or peer_id in self.allow
 
     @property
@@ -51,7 +54,8 @@ class Access:
 
     def may_connect(self, peer_id: str) -> bool:
         """Return whether a libp2p peer may open a stream at all. Its island's key is known only
-        after the handshake."""
+        after the handshake.
+        """
         if peer_id in self.banned():
             return False
         return not self.allow or peer_id in self.allow or len(self.peer_ids) < len(self.allow)
@@ -84,7 +88,8 @@ def _is_key(word: str) -> bool:
 
 def _stamp(path: Path) -> tuple[int, int]:
     """Return the time of the last change and the size of a file, which differ after a change;
-    the size is -1 if there is no file."""
+    the size is -1 if there is no file.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -94,7 +99,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _read_words(path: Path) -> set[str]:
     """Return the first word of each line, without comments. A file that cannot be read bans no
-    island, and is logged."""
+    island, and is logged.
+    """
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -35,7 +35,8 @@ _PRIME = 2**255 - 19
 
 class IslandKey:
     """The secret half of an island's key. `public` is the other half in hexadecimal digits,
-    which is the island's identity."""
+    which is the island's identity.
+    """
 
     def __init__(self, secret: bytes) -> None:
         """Create the key from `secret`, 32 random bytes."""
@@ -50,7 +51,8 @@ class IslandKey:
 
     def sign(self, purpose: str, body: bytes) -> bytes:
         """Return the signature of `body` for this purpose, SIGNATURE_BYTES long. Equal arguments
-        give equal signatures."""
+        give equal signatures.
+        """
         return self._private.sign(_signed_bytes(purpose, body))
 
     def pair_secret(self, public: str) -> bytes:
@@ -67,7 +69,8 @@ class IslandKey:
 
 def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
     """Return whether the holder of the key `public` (64 hexadecimal digits) signed `body` for
-    this purpose. Never raises."""
+    this purpose. Never raises.
+    """
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
         key.verify(signature, _signed_bytes(purpose, body))
@@ -78,7 +81,8 @@ def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
 
 def load_island_key(path: Path) -> IslandKey:
     """Read the island's key, or create it if there is no file. The file is readable by this user
-    only. Raises InputError."""
+    only. Raises InputError.
+    """
     try:
         if not path.exists():
             _create(path)
@@ -99,7 +103,8 @@ def load_island_key(path: Path) -> IslandKey:
 
 def _create(path: Path) -> None:
     """Create the file in one step, complete and readable by this user only. Another process may
-    create it first."""
+    create it first.
+    """
     private = Ed25519PrivateKey.generate()
     text = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -120,6 +125,7 @@ def _signed_bytes(purpose: str, body: bytes) -> bytes:
 
 def _to_x25519(ed25519: bytes) -> bytes:
     """Return the same point of the curve in X25519's form: u = (1 + y) / (1 - y). Raises
-    ValueError for the point 1."""
+    ValueError for the point 1.
+    """
     y = int.from_bytes(ed25519, "little") & ((1 << 255) - 1)
     return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")

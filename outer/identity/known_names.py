@@ -38,18 +38,21 @@ class _Owner:
 
 class KnownNames:
     """Names and their owners' keys, ordered from the least to the most recently used. Any thread
-    may call its methods."""
+    may call its methods.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the owners from the file at `path`, if there is one. Raises InputError when the
-        file cannot be read."""
+        file cannot be read.
+        """
         self._path, self._lock = path, threading.Lock()
         self._owners = _load(path) if path is not None and path.exists() else {}
         self._is_saved, self._saved_at = True, 0.0
 
     def claim(self, island: str, key: str) -> str:
         """Record that the holder of `key` uses the name. Return why it must not use it, or "" if
-        the name is its own."""
+        the name is its own.
+        """
         if island.startswith(GUEST):
             return "" if island == guest_name(key) else f"{island} is the name of a guest with another key"
         with self._lock:
@@ -71,7 +74,8 @@ class KnownNames:
 
     def knows_others(self, island: str) -> bool:
         """Return whether the file, or this process, knows the name of an island other than
-        `island`."""
+        `island`.
+        """
         return any(name != island for name in self._owners)
 
     def keys_of(self, islands: Collection[str]) -> dict[str, str]:
@@ -93,13 +97,15 @@ class KnownNames:
 
     def newest(self, island: str) -> int:
         """Return the time in the newest record of the island, in milliseconds; 0 if no record
-        was seen."""
+        was seen.
+        """
         owner = self._owners.get(island)
         return owner.time if owner else 0
 
     def adopt(self, keys: Mapping[str, str]) -> None:
         """Replace owners with those that the island's leader knows, because its knowledge takes
-        precedence."""
+        precedence.
+        """
         with self._lock:
             for island, key in keys.items():
                 if self.key_of(island) != key:
@@ -127,7 +133,8 @@ class KnownNames:
 
 def guest_name(key: str) -> str:
     """Return the name of a guest, such as a doctor, which is no island of the run. It is derived
-    from the key, so no other can use it."""
+    from the key, so no other can use it.
+    """
     return f"{GUEST}{key[:_GUEST_DIGITS]}"
 
 

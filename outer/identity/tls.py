@@ -39,13 +39,15 @@ class TlsIdentity:
 
 def hash_certificate(der: bytes | None) -> str:
     """Return the hash of a certificate, in hexadecimal digits. `der`: the other side's
-    certificate in binary form, from `ssl`."""
+    certificate in binary form, from `ssl`.
+    """
     return hashlib.sha256(der or b"").hexdigest()
 
 
 def _load_new_certificate(context: ssl.SSLContext) -> str:
     """Create a key and a certificate signed with it, load both into `context`, and return the
-    certificate's hash."""
+    certificate's hash.
+    """
     from cryptography import x509  # Imported here, because it is slow and few commands need it.
 
     key, nobody = Ed25519PrivateKey.generate(), x509.Name([])

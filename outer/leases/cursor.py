@@ -1,5 +1,6 @@
 """Cursors: the units of data that the ranks of an island read next. A unit is the data of one
-inner step of one island."""
+inner step of one island.
+"""
 
 from typing import Protocol
 
@@ -9,12 +10,14 @@ from outer.leases.ranges import Ranges, count, head, tail
 
 class Cursor(Protocol):
     """Interface of an island's position in the data. Every rank makes the same calls, so all
-    ranks read the same units."""
+    ranks read the same units.
+    """
 
     @property
     def read(self) -> Ranges:
         """Units that have been read and that no commit has settled: the data of the island's
-        uncommitted progress."""
+        uncommitted progress.
+        """
         ...
 
     @property
@@ -30,17 +33,20 @@ class Cursor(Protocol):
     @property
     def num_own(self) -> int:
         """Number of units that this island has read so far, in committed rounds and since. For
-        an island with data of its own."""
+        an island with data of its own.
+        """
         ...
 
     def begin(self, round_number: int, ledger: Ledger) -> None:
         """Start without progress at this position. Units that were read and not settled will be
-        read again."""
+        read again.
+        """
         ...
 
     def resume(self, number: int) -> None:
         """Mark the first `number` units as read, by the progress in a checkpoint. Call it after
-        `begin`."""
+        `begin`.
+        """
         ...
 
     def next_unit(self) -> int:
@@ -49,12 +55,14 @@ class Cursor(Protocol):
 
     def settle(self, round_number: int, ledger: Ledger, number: int) -> None:
         """Record the commit that led to this position. It contains the first `number` units
-        read."""
+        read.
+        """
         ...
 
     def keep(self, ledger: Ledger) -> bool:
         """Return whether progress on the units read may count under this ledger, which replaces
-        the last one. If not, call `begin`."""
+        the last one. If not, call `begin`.
+        """
         ...
 
 
@@ -85,7 +93,8 @@ class LeaseCursor:
 
     def first_unit(self, ledger: Ledger) -> int:
         """Return the first unit of the island's lease, or the first unit that it reads without a
-        lease. Any thread may call it."""
+        lease. Any thread may call it.
+        """
         ranges = ledger.leases[self._island].runs if self._island in ledger.leases else self._lease
         return ranges[0][0] if ranges else 0
 
@@ -112,7 +121,8 @@ class LeaseCursor:
 
     def keep(self, ledger: Ledger) -> bool:
         """Return whether the units that were read still belong to the island and no other island
-        has trained them."""
+        has trained them.
+        """
         lease = extend_lease(ledger, self._island, self._index, self._lease, self._num_read)
         if lease is not None:
             self._lease = lease

@@ -40,7 +40,8 @@ Holder = Annotated[str, Field(max_length=64, pattern=f"^#?{ISLAND_NAME}$")]
 
 class Claim(Protocol):
     """Claim of an island that it has read the first `units` units of the lease that begins with `first`, as in
-    `Ready`."""
+    `Ready`.
+    """
 
     @property
     def island(self) -> str: ...
@@ -153,7 +154,8 @@ def begin_ledger(num_islands: int, terms: Terms) -> Ledger:
 
 def placeholder(index: int) -> str:
     """Return the name that holds the lease of an island whose name is not known yet. No island can have such a
-    name."""
+    name.
+    """
     return f"#{index}"
 
 

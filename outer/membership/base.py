@@ -83,11 +83,13 @@ class Membership(Protocol):
 
     def update(self, member: Member) -> None:
         """Change this island's record in the background, after `announce`. Must be called on the
-        event loop."""
+        event loop.
+        """
 
     async def members(self) -> dict[str, Member]:
         """Return the islands whose records are alive, by name, this island included. Malformed
-        records are left out."""
+        records are left out.
+        """
         ...
 
     @property
@@ -97,7 +99,8 @@ class Membership(Protocol):
 
     async def publish_config(self, text: str) -> None:
         """Publish the run's config (YAML) for joiners. The first text counts; later ones are
-        ignored."""
+        ignored.
+        """
 
     async def read_config(self) -> str | None:
         """Return the run's config text, or None when no island has published one."""

@@ -71,7 +71,8 @@ class LoopbackMessenger:
         self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None], lane: Lane
     ) -> None:
         """Answer a call on this messenger's event loop, and pass the answer to `reply` there.
-        Any thread may call it."""
+        Any thread may call it.
+        """
 
         async def work() -> None:
             self._count(lane, received=len(body))
@@ -98,7 +99,8 @@ class LoopbackMessenger:
 
     def on_lost(self, name: str) -> None:
         """Break the calls to an island that is lost, or to the address of a closed messenger.
-        Any thread may call it."""
+        Any thread may call it.
+        """
         if name == self.island or any(name in called for called in list(self._waiting)):
             call_on_loop(self._loop, lambda: self._break(name))
 
@@ -118,7 +120,8 @@ class LoopbackMessenger:
 
 class LoopbackMembership:
     """A Membership (outer.membership.base) in a Hub. An island that is cut off keeps the records
-    that it read last."""
+    that it read last.
+    """
 
     def __init__(self, hub: Hub, run_id: str, island: str) -> None:
         self._hub, self._run_id, self._island = hub, run_id, island
@@ -192,7 +195,8 @@ class LoopbackMembership:
 
     def _read(self) -> dict[str, Member]:
         """Return all records. They are parsed once for all islands of the process, so the result
-        must not be changed."""
+        must not be changed.
+        """
         hub = self._hub
         with hub.lock:
             changes, members = hub.parsed.get(self._run_id, (-1, {}))

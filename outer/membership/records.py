@@ -139,7 +139,8 @@ class RunInfo:
 
 def parse_record(island: str, text: str | bytes | None) -> Member | None:
     """Parse an island's record. Return None if there is none, it is malformed, or it is another
-    island's."""
+    island's.
+    """
     if not text or len(text) > MAX_RECORD_BYTES:
         return None
     member = _parse(text)
@@ -149,7 +150,8 @@ def parse_record(island: str, text: str | bytes | None) -> Member | None:
 @lru_cache(maxsize=2048)
 def _parse(text: str | bytes) -> Member | None:
     """Parse a record, or return None. Recent results are cached, because records are read more
-    often than they change."""
+    often than they change.
+    """
     try:
         return parse(Member, text)
     except MalformedError:
@@ -177,7 +179,8 @@ def name_taken_error(island: str, owner: str) -> InputError:
 
 def sign_record(key: IslandKey, run: str, member: Member, time_ms: int) -> SignedRecord:
     """Return the signed record of an island of the run. `key` must be the key in
-    `member.identity`."""
+    `member.identity`.
+    """
     text = member.model_dump_json()
     signature = key.sign(f"{run}/record", f"{time_ms}\n{text}".encode())
     return SignedRecord(text=text, time=time_ms, signature=signature.hex())
@@ -185,7 +188,8 @@ def sign_record(key: IslandKey, run: str, member: Member, time_ms: int) -> Signe
 
 def open_record(run: str, record: SignedRecord) -> Member:
     """Return the island that a record describes. Raises RefusedError unless its own key has
-    signed it for this run."""
+    signed it for this run.
+    """
     try:
         member = parse(Member, record.text)
     except MalformedError:
@@ -213,7 +217,8 @@ def open_records(run: str, records: Mapping[str, SignedRecord], auth: PeerAuth) 
 
 def check_record(member: Member, time_ms: int, auth: PeerAuth) -> None:
     """Raise RefusedError if an island's authentic record must not be used: its name is
-    another's, it is banned, or too old."""
+    another's, it is banned, or too old.
+    """
     # With libp2p the address begins with the peer id, which libp2p verifies when the island is
     # called at this address.
     auth.check(member.island, member.identity, member.control_addresses[0].partition(":")[0])

@@ -76,7 +76,8 @@ def is_of_dht(addresses: Sequence[str]) -> bool:
 
 def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None:
     """Raise InputError unless there are addresses, and all of them are addresses of a
-    rendezvous."""
+    rendezvous.
+    """
     if not addresses:
         or_dht = ""
         if NETWORKS[transport].may_meet_in_dht:

@@ -65,7 +65,8 @@ async def open_membership(
     dialer: Dialer | None = None,
 ) -> "TcpMembership":
     """Open a membership at all of these rendezvous. Raises InputError unless at least one of
-    them answers."""
+    them answers.
+    """
     auth = auth or PeerAuth()
     # A rendezvous is not an island: it has no name to check, and the islands themselves sign the
     # records in it.
@@ -108,7 +109,8 @@ class TcpMembership:
 
     async def connect(self, connect_seconds: float) -> None:
         """Wait until a rendezvous has answered. Raises UnreachableError when none answers, or
-        all refuse the run key."""
+        all refuse the run key.
+        """
         links = self._links
         await self._asked.wait_until(
             lambda: any(link.has_answered for link in links) or all(is_about_run_key(link.cause) for link in links),
@@ -226,7 +228,8 @@ class TcpMembership:
 
     async def _call_all(self, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
         """Call all rendezvous and return the replies of those that can be reached. Raises
-        InputError if one refuses."""
+        InputError if one refuses.
+        """
         calls = (self._call(link, kind, message, timeout_seconds) for link in self._links)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
@@ -238,7 +241,8 @@ class TcpMembership:
 
     async def _announce_everywhere(self, member: Member) -> bool:
         """Announce this island. Return False if a rendezvous knows a newer record; the next
-        announcement then has a higher time."""
+        announcement then has a higher time.
+        """
         announcement = self._announcement(member)
         newest = [(await receive(Kept, reply)).newest for reply in await self._call_all("announce", announcement)]
         self._newest = max([self._newest, *newest])  # A rendezvous that does not answer gets the record later.
@@ -250,7 +254,8 @@ class TcpMembership:
 
     def _next_time(self) -> int:
         """Return the time of a new statement, in milliseconds. It is higher than all earlier
-        ones, even if the clock is set back."""
+        ones, even if the clock is set back.
+        """
         self._newest = max(int(time.time() * 1000), self._newest + 1)
         return self._newest
 
@@ -259,7 +264,8 @@ async def find_runs_at_rendezvous(
     address: str, connect_seconds: float, key: RunKey | None, dialer: Dialer | None = None
 ) -> dict[str, RunInfo]:
     """Return the runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be
-    reached."""
+    reached.
+    """
     parse_rendezvous_address(address)
     open_streams, auth = (dialer or Dialer()).open_streams, PeerAuth(key, names=None)
     messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), open_streams, Traffic(), auth)

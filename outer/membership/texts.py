@@ -17,7 +17,8 @@ class TextComparison:
 
     def __init__(self, own: TextPrint | None) -> None:
         """Create a comparison. `own`: None if this island publishes no fingerprint, in which
-        case nothing is compared."""
+        case nothing is compared.
+        """
         self._own, self._told = own, set[str]()
 
     def look(self, members: Mapping[str, Member]) -> None:

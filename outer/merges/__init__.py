@@ -16,7 +16,8 @@ from outer.merges.trimmed_mean import trimmed_mean
 
 def build_merge(config: MergeConfig) -> Merge:
     """Return the merge rule that the config selects. Raises InputError for own code that does
-    not do what a rule must."""
+    not do what a rule must.
+    """
     if is_import_path(config.rule):
         return build_own_merge(config.rule, config.options)
     rules: dict[str, Merge] = {

@@ -69,12 +69,14 @@ class RecentLengths:
 
     def knows(self, fragment: int, kinds: Collection[str]) -> bool:
         """Return whether the bound needs no current pseudo-gradient, because there are earlier
-        norms, or no bound is configured."""
+        norms, or no bound is configured.
+        """
         return self._ratio is None or all(self._last[fragment, kind] for kind in kinds)
 
     def bound(self, fragment: int, own: Lengths) -> Bound:
         """Return the bound of a round that sends the fragment. `own`: norms of this island's
-        contribution, if known."""
+        contribution, if known.
+        """
         if self._ratio is None:
             return NO_BOUND
         kinds = {kind for number, kind in self._last if number == fragment} | own.keys()
@@ -83,7 +85,8 @@ class RecentLengths:
 
     def commit(self, fragment: int, own: Lengths) -> None:
         """Record the norms of a committed contribution. A norm of 0 is ignored, because the
-        island contributed nothing."""
+        island contributed nothing.
+        """
         for kind, length in own.items():
             if 0 < length < inf:
                 self._last[fragment, kind].append(length)

@@ -1,5 +1,6 @@
 """The mean of each element over the participants that sent it, for sparse codecs (as in
-SparseLoCo's own code)."""
+SparseLoCo's own code).
+"""
 
 from collections.abc import Iterable, Sequence
 

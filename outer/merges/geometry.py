@@ -1,5 +1,6 @@
 """Norms, inner products and distances of parts, summed in fp64, in which squares of fp32 values
-cannot overflow."""
+cannot overflow.
+"""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -47,7 +48,8 @@ def gram(parts: Sequence[torch.Tensor]) -> np.ndarray:
 
 def distances(products: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """Return the distance of each x_i from sum_i c_i x_i, (n,) fp64. The c_i sum to 1;
-    `products` is the x_i's Gram matrix."""
+    `products` is the x_i's Gram matrix.
+    """
     # |x_i - z|^2 = G_ii - 2 (G c)_i + c G c. Rounding can make it slightly negative where it should
     # be zero.
     along = products @ coefficients
@@ -57,7 +59,8 @@ def distances(products: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
 
 def sum_of_squares(values: torch.Tensor) -> float:
     """Return the squared L2 norm of 1-D fp32 values: sums of short stretches in fp32, which are
-    added in double precision."""
+    added in double precision.
+    """
     return dot(values, values)
 
 

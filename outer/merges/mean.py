@@ -33,13 +33,15 @@ class WeightedSum:
 
     def result(self) -> torch.Tensor:
         """Return the sum so far, 1-D fp32. This is the internal tensor, so call it after the
-        last `add`."""
+        last `add`.
+        """
         return self._sum
 
 
 def weighted_mean(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the sum of weight * part over at least one part, 1-D fp32, in the given order.
-    Holds one part at a time."""
+    Holds one part at a time.
+    """
     total: WeightedSum | None = None
     for values, weight in zip(parts, weights, strict=True):
         if total is None:

@@ -17,7 +17,8 @@ def chunks(num_elements: int) -> Iterator[slice]:
 
 def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return new rows in which each coordinate is in ascending order over the rows. `rows` are
-    not changed."""
+    not changed.
+    """
     # Comparing whole rows is vectorised; torch.sort and numpy.sort along the short axis take 4 to 20 times as long.
     result = list(rows)
     for low, high in comparators(len(result)):
@@ -27,7 +28,8 @@ def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def coordinate_median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the median of every coordinate, 1-D fp32. For an even number of parts it is the
-    mean of the two middle values."""
+    mean of the two middle values.
+    """
     lower, upper = (len(parts) - 1) // 2, len(parts) // 2
     result = torch.empty_like(parts[0])
     for chunk in chunks(result.numel()):
@@ -41,7 +43,8 @@ def coordinate_median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 @cache
 def comparators(num_rows: int) -> tuple[tuple[int, int], ...]:
     """Return Batcher's merge exchange sort: pairs (low, high) that sort any rows when they are
-    compared in this order."""
+    compared in this order.
+    """
     #   num_rows   comparators
     #   2          (0,1)
     #   3          (0,2) (0,1) (1,2)

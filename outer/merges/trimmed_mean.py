@@ -16,7 +16,8 @@ ROUNDING = 1e-9
 
 def num_trimmed(trim: float, num_participants: int) -> int:
     """Return the number of values left out at each end of a coordinate; at least one value
-    stays."""
+    stays.
+    """
     #   trim    participants  left out at each end
     #   0.125   1, 2          0
     #   0.125   3 .. 8        1

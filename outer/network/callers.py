@@ -1,5 +1,6 @@
 """The origin of the call that a handler answers, and the addresses that lead back to that host
-and to no other."""
+and to no other.
+"""
 
 import asyncio
 import ipaddress
@@ -40,7 +41,8 @@ async def address_of_caller(address: str) -> str:
 
 async def route_to(hosts: Collection[str], place: str) -> str:
     """Return the place (`host:port` or a multiaddress) with its host as an IP address; empty
-    unless the host is one of `hosts`."""
+    unless the host is one of `hosts`.
+    """
     if place.startswith("/"):
         _, kind, host, *rest = [*place.split("/"), "", ""]
         ip = await resolve(host, hosts)
@@ -54,7 +56,8 @@ async def route_to(hosts: Collection[str], place: str) -> str:
 
 async def resolve(host: str, hosts: Collection[str]) -> str:
     """Return the address among `hosts` (IP addresses) to which `host` resolves or which it is;
-    empty if there is none."""
+    empty if there is none.
+    """
     if is_ip(host):
         return as_ip(host) if as_ip(host) in hosts else ""
     try:
@@ -75,7 +78,8 @@ def is_ip(host: str) -> bool:
 
 def as_ip(host: str) -> str:
     """Return an IP address in its usual form: an IPv4 address that an IPv6 socket has seen is
-    written as IPv4. Other texts are returned unchanged."""
+    written as IPv4. Other texts are returned unchanged.
+    """
     if not is_ip(host):
         return host
     ip = ipaddress.ip_address(host)

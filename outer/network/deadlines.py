@@ -46,7 +46,8 @@ class Deadlines:
 
     def typical(self, kind: str) -> float | None:
         """Return the median of the last waits of a kind, in seconds, or None until three have
-        been measured."""
+        been measured.
+        """
         measured = self._measured.get(kind, ())
         return median(measured) if len(measured) >= 3 else None
 

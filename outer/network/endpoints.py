@@ -111,7 +111,8 @@ class Messenger(Protocol):
 
     def on_malformed(self, address: str, cause: str) -> None:
         """Record that the endpoint at this address has sent a malformed reply. After a few of
-        them it is no longer called."""
+        them it is no longer called.
+        """
 
     async def close(self) -> None:
         """Stop serving and drop all connections. Idempotent."""

@@ -1,5 +1,6 @@
 """The event loop of a rank: its thread, its clock, a signal for its tasks, and a check for
-freezes of the process."""
+freezes of the process.
+"""
 
 import asyncio
 import logging
@@ -30,7 +31,8 @@ find this one lost."""
 
 class EventLoop(Protocol):
     """Interface of an event loop for the threads of a rank, with the clock on which they measure
-    and wait."""
+    and wait.
+    """
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop, and return a future of its result."""
@@ -42,7 +44,8 @@ class EventLoop(Protocol):
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """Run `work` on the loop, block until it is done, and return its result. Raises
-        TimeoutError."""
+        TimeoutError.
+        """
         ...
 
     def call(self, work: Callable[[], T]) -> T:
@@ -51,7 +54,8 @@ class EventLoop(Protocol):
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
         """Run `work` that no other work depends on, such as a goodbye. Return whether it
-        finished in time."""
+        finished in time.
+        """
         try:
             self.run(work, timeout_seconds)
         except TimeoutError:
@@ -67,7 +71,8 @@ class EventLoop(Protocol):
 
     def worker(self, name: str) -> Worker:
         """Create a separate thread, at once, for work that waits for this loop, with any threads
-        that the loop needs."""
+        that the loop needs.
+        """
         ...
 
 
@@ -83,7 +88,8 @@ class EventLoopThread(EventLoop):
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop. Raises RuntimeError once the loop is closed, because the
-        work would never run."""
+        work would never run.
+        """
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -182,7 +188,8 @@ def loop_time() -> float:
 
 class ChangeSignal:
     """Wakes the tasks of one event loop that wait for a condition, each time the condition may
-    have changed."""
+    have changed.
+    """
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -193,7 +200,8 @@ class ChangeSignal:
 
     async def wait_until(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
         """Wait until `condition` is true, and return whether it became true in time. Raises what
-        `condition` raises."""
+        `condition` raises.
+        """
         try:
             async with asyncio.timeout(timeout_seconds):
                 while not condition():
@@ -205,7 +213,8 @@ class ChangeSignal:
 
 class Tasks:
     """Keeps references to tasks until they end or are cancelled, because the event loop itself
-    holds them only weakly."""
+    holds them only weakly.
+    """
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -251,7 +260,8 @@ class FreezeDetector:
 
 class WaitingThreads:
     """An unlimited pool of daemon threads for blocking calls, reused because starting a thread
-    would delay the event loop."""
+    would delay the event loop.
+    """
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -83,7 +83,8 @@ def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
 @dataclass(frozen=True)
 class PeerIds:
     """Ids of the libp2p peers at the two ends of a stream. libp2p has proved both ids and
-    encrypts the stream."""
+    encrypts the stream.
+    """
 
     own: str
     other: str
@@ -95,7 +96,8 @@ class CutOffError(ConnectionResetError):
 
 class FrameStream:
     """Reads and writes frames on one connection. One task reads; any number of tasks may write.
-    After an error only `close` may be called."""
+    After an error only `close` may be called.
+    """
 
     def __init__(
         self, reader: StreamReader, writer: StreamWriter, run: bytes, traffic: Traffic, peer_ids: PeerIds | None = None
@@ -182,7 +184,8 @@ class FrameStream:
 
     async def finish(self) -> None:
         """Send nothing more, and discard incoming bytes until the other side ends the
-        connection, too. Raises OSError."""
+        connection, too. Raises OSError.
+        """
         if self._writer.can_write_eof():
             self._writer.write_eof()
         while await self._reader.read(PIECE_BYTES):
@@ -200,7 +203,8 @@ class FrameStream:
 
     def use_macs(self, sent: FrameMacs, received: FrameMacs) -> None:
         """Add MACs to all further frames that are sent, and check the MACs of all further frames
-        that are received."""
+        that are received.
+        """
         self._sent_macs, self._received_macs = sent, received
 
     async def _read_whole(self, num_bytes: int, where: str = "") -> bytes:
@@ -252,7 +256,8 @@ class FrameStream:
 @contextmanager
 def tls_errors() -> Iterator[None]:
     """Convert TLS errors within the block into ConnectionResetError: the connection's bytes were
-    altered."""
+    altered.
+    """
     try:
         yield
     except ssl.SSLError as error:

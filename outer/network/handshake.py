@@ -48,7 +48,8 @@ HandshakeSide = Literal["dialer", "acceptor"]
 
 class Hello(Message):
     """The dialer's first message. The acceptor's first message has the same fields, with an
-    empty group."""
+    empty group.
+    """
 
     island: IslandName
     group: str = Field(default="", max_length=96)
@@ -156,7 +157,8 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
 
 async def refuse(stream: Stream, error: MessageError, rejections: Rejections) -> None:
     """Count a refused stream. Send the reason to an island that may be able to act on it, and
-    nothing to a stranger."""
+    nothing to a stranger.
+    """
     rejections.add_error(stream.peer, error)
     if isinstance(error, RefusedError) and error.kind in TOLD:
         await say_refusal(stream, str(error))
@@ -189,7 +191,8 @@ class Handshake:
 
     def derive(self, exchange: X25519PrivateKey, share: str) -> "HandshakeKeys":
         """Finish the key exchange with the other side's half, and return the keys. Raises
-        MessageError if the half is not a valid point."""
+        MessageError if the half is not a valid point.
+        """
         try:
             secret = exchange.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(share)))
         except ValueError:
@@ -258,7 +261,8 @@ def _parse(model: type[M], body: bytes) -> M:
 
 def _identify(stream: Stream, hello: Hello, rank: int) -> Endpoint:
     """Return the endpoint that the other side claims to be, and add it to the stream's name for
-    errors."""
+    errors.
+    """
     endpoint = Endpoint(hello.island, rank)
     stream.peer = f"{endpoint} at {stream.peer}"
     return endpoint
@@ -275,7 +279,8 @@ def _swap(peer_ids: PeerIds) -> PeerIds:
 
 def _finish(stream: Stream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
     """Add MACs to the frames that follow, if they are needed, and check whether the peer, whose
-    keys are proved, may take part."""
+    keys are proved, may take part.
+    """
     other: HandshakeSide = "acceptor" if side == "dialer" else "dialer"
     if not stream.certificate and (auth.key is not None or stream.peer_ids is None):
         stream.use_macs(sent=keys.frame_macs(side), received=keys.frame_macs(other))

@@ -56,7 +56,8 @@ StepSeconds = Annotated[float, Field(ge=0, le=MAX_STEP_SECONDS, allow_inf_nan=Fa
 
 class UnknownFieldError(TypeError):
     """A message has an unknown field. Raised at once, while pydantic would first collect all
-    errors of values."""
+    errors of values.
+    """
 
 
 def _refuse_field(name: object) -> None:
@@ -82,7 +83,8 @@ class Message(BaseModel):
 
     def encode(self) -> bytes:
         """Return the message as JSON, the inverse of `parse`. Raises MessageError if it is
-        longer than its kind may be."""
+        longer than its kind may be.
+        """
         body = self.model_dump_json().encode()
         if len(body) > LONG_BYTES and (text := excess(type(self), body)):
             raise MessageError(f"{text}: {TOO_LONG_CURE}")
@@ -119,7 +121,8 @@ def _parse(model: type[M], body: str | bytes) -> M:
 
 async def receive(model: type[M], body: bytes) -> M:
     """Decompress and parse a peer's message; a large one off the event loop. Raises
-    MalformedError."""
+    MalformedError.
+    """
     if model.is_parsed_aside or len(body) > LARGE_BYTES or is_inflated_large(body):
         return await asyncio.get_running_loop().run_in_executor(PARSING.executor, _inflate_and_parse, model, body)
     return _inflate_and_parse(model, body)
@@ -133,7 +136,8 @@ def _inflate_and_parse(model: type[M], body: bytes) -> M:
 @contextmanager
 def _without_collections() -> Iterator[None]:
     """Suspend garbage collection, which a message with many items would otherwise trigger for
-    the whole process."""
+    the whole process.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +167,8 @@ def deflate(body: bytes) -> bytes:
 
 def inflate(body: bytes, most: int = MAX_BYTES) -> bytes:
     """Return the bytes before `deflate`, at most `most`. Raises MalformedError if there are
-    more, or if bytes are missing."""
+    more, or if bytes are missing.
+    """
     if body[:1] != ZLIB:
         return body  # JSON begins with a brace.
     stream = zlib.decompressobj()
@@ -180,7 +185,8 @@ async def call_message(
     messenger: Messenger, address: str, kind: str, message: Message | None, reply: type[M], *, timeout_seconds: float
 ) -> M:
     """Send `message` (None: an empty body) and parse the reply. Raises like `Messenger.call` and
-    `parse`."""
+    `parse`.
+    """
     body = b"" if message is None else message.encode()
     answered = await messenger.call(address, kind, body, timeout_seconds=timeout_seconds, longest=longest_reply(reply))
     return await receive_reply(messenger, address, reply, answered)
@@ -193,7 +199,8 @@ def longest_reply(reply: type[Message]) -> int:
 
 async def receive_reply(messenger: Messenger, address: str, reply: type[M], body: bytes) -> M:
     """Parse a reply of the endpoint at this address, and count it if it is malformed. Raises
-    MalformedError."""
+    MalformedError.
+    """
     try:
         return await receive(reply, body)
     except MalformedError as error:
@@ -210,7 +217,8 @@ async def answer(
     on_malformed: Callable[[str], None] = lambda cause: None,
 ) -> tuple[Kind, bytes]:
     """Run the handler and count the caller's errors. Return REPLY and the reply's bytes, or
-    REFUSAL and the reason."""
+    REFUSAL and the reason.
+    """
     rejections = rejections or Rejections()
     if handler is None:
         rejections.add(str(source), "unknown", f"nothing here answers {kind!r}")
@@ -253,7 +261,8 @@ def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:
 
 def unpack_carriers(packed: Sequence[tuple[int, int]]) -> Sequence[int]:
     """Return the carrier rank of each part, the inverse of `pack_carriers`. Islands with equal
-    carriers share one object."""
+    carriers share one object.
+    """
     return _unpack_carriers(tuple(packed))
 
 

@@ -1,5 +1,6 @@
 """The caller's end of a connection for calls: it sends requests and passes each reply to the
-call that awaits it."""
+call that awaits it.
+"""
 
 import asyncio
 import itertools
@@ -60,7 +61,8 @@ class Outgoing:
 
     def _check_access(self) -> None:
         """Close the connection and raise PeerLost if the callee has been banned since it was
-        opened."""
+        opened.
+        """
         try:
             check_access(self.stream, self._auth, self._callee)
         except RefusedError as error:

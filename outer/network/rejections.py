@@ -1,5 +1,6 @@
 """Rejections that a rank counts by peer and reason, and limits on the memory that it holds for
-its callers."""
+its callers.
+"""
 
 import asyncio
 import logging
@@ -53,7 +54,8 @@ class RefusedError(MessageError):
 
 class MalformedError(RefusedError):
     """A peer's message is longer than its kind can be, or not of its kind. A healthy peer sends
-    no such message."""
+    no such message.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__("malformed", text)
@@ -61,7 +63,8 @@ class MalformedError(RefusedError):
 
 class Suspensions:
     """Holders of keys that have sent malformed messages, so that their messages are not read for
-    a while. Thread-safe."""
+    a while. Thread-safe.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._clock = threading.Lock(), clock
@@ -122,7 +125,8 @@ class Rejections:
 
 class Guests:
     """The incoming connections of a messenger, and the bytes that it holds for them. Used on one
-    event loop."""
+    event loop.
+    """
 
     def __init__(self) -> None:
         self._unproven: dict[Guest, Callable[[], None]] = {}  # functions that close a connection, the oldest first
@@ -182,19 +186,22 @@ class Guest:
 
     def prove(self, island: str) -> None:
         """Record that the connection belongs to this island, which has proved the run key if
-        there is one. Raises RefusedError."""
+        there is one. Raises RefusedError.
+        """
         peer = f"{island} at {self.host}"
         self._guests._move(self, peer)
         self._peer = peer
 
     def leave(self) -> None:
         """Forget the connection. Memory for its bodies is released when their calls are
-        answered."""
+        answered.
+        """
         self._guests._leave(self, self._peer)
 
     def next_body(self) -> "Share":
         """Return the share for the body of the next call on this connection, whose peer is
-        proved."""
+        proved.
+        """
         assert self._peer is not None, "only a proven connection sends bodies"
         return Share(self._guests.bodies, self._peer)
 
@@ -206,7 +213,8 @@ class Guest:
 
 class _Held:
     """Counts the bytes that are held for peers, with a limit for each peer and one for all
-    together."""
+    together.
+    """
 
     def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
         self._limits = limits
@@ -215,7 +223,8 @@ class _Held:
 
     async def hold(self, peer: str, num_bytes: int) -> None:
         """Wait until there is room. A body longer than a peer's limit waits until nothing else
-        is held for the peer."""
+        is held for the peer.
+        """
 
         def fits() -> bool:
             of_all, of_peer = self._limits()
@@ -239,7 +248,8 @@ class Share:
 
     async def hold(self, num_bytes: int) -> None:
         """Wait until `num_bytes` more may be held for the peer, and count them. Raises
-        TimeoutError."""
+        TimeoutError.
+        """
         async with asyncio.timeout(BODY_SECONDS):
             await self._held.hold(self._peer, num_bytes)
         self._num_bytes = num_bytes
@@ -257,7 +267,8 @@ class Share:
 
 def _take(counter: Counter[str], key: str, amount: int) -> None:
     """Subtract from a counter and remove keys whose count is 0, because a stranger may use many
-    names."""
+    names.
+    """
     counter[key] -= amount
     if counter[key] <= 0:
         del counter[key]

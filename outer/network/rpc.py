@@ -95,7 +95,8 @@ class StreamMessenger:
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
         """Serve one incoming connection until it ends. `peer` names the other side; the default
-        is its host."""
+        is its host.
+        """
         stream = self._stream(reader, writer, peer)
         try:
             guest = self._enter(stream)
@@ -144,7 +145,8 @@ class StreamMessenger:
 
     async def _connection(self, address: str, lane: Lane) -> Outgoing:
         """Return the open connection, or dial one. Calls that are made while it is being dialled
-        share it."""
+        share it.
+        """
         if self._is_closed:
             raise PeerLost(address, "this messenger was closed")
         task = self._outgoing.get((address, lane))
@@ -183,7 +185,8 @@ class StreamMessenger:
 
     def _enter(self, stream: FrameStream) -> Guest:
         """Count a new connection. Raises MessageError if there are too many, and ConnectionError
-        after `close`."""
+        after `close`.
+        """
         if self._is_closed:
             raise ConnectionResetError("this messenger was closed")
         try:
@@ -241,7 +244,8 @@ class StreamMessenger:
 
 def _opened(task: asyncio.Task[Outgoing] | None) -> Outgoing | None:
     """Return the connection that a task has opened, or None while it is dialling and if it
-    failed."""
+    failed.
+    """
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()

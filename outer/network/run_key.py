@@ -59,7 +59,8 @@ def read_run_key(path: Path) -> RunKey:
 @dataclass(frozen=True)
 class PeerAuth:
     """The means by which a rank authenticates its peers, and its counters of rejected messages
-    and connections."""
+    and connections.
+    """
 
     key: RunKey | None = None
     rejections: Rejections = field(default_factory=Rejections)
@@ -113,7 +114,8 @@ def seal(key: RunKey | None, purpose: str, body: bytes) -> bytes:
 
 def unseal(key: RunKey | None, purpose: str, raw: bytes) -> bytes:
     """Check the seal and return the body. Raises MessageError if the key or purpose differs, or
-    the body was altered."""
+    the body was altered.
+    """
     is_sealed = raw.startswith(SEAL_MAGIC)
     if key is None:
         if is_sealed:
@@ -129,20 +131,23 @@ def unseal(key: RunKey | None, purpose: str, raw: bytes) -> bytes:
 
 def strip_seal(raw: bytes) -> bytes:
     """Return the body behind a seal without checking the seal. Bytes without a seal are returned
-    unchanged."""
+    unchanged.
+    """
     return raw[SEAL_BYTES:] if raw.startswith(SEAL_MAGIC) else raw
 
 
 class FrameMacs:
     """MACs of the frames of one direction. They detect frames that were altered, dropped,
-    repeated or reordered."""
+    repeated or reordered.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key, self._number = key, 0
 
     def begin(self) -> hashlib.blake2b:
         """Begin the next frame's MAC. Update it with the header and the payload; its digest has
-        MAC_BYTES bytes."""
+        MAC_BYTES bytes.
+        """
         mac = hashlib.blake2b(self._number.to_bytes(8), key=self._key, digest_size=MAC_BYTES, person=b"diloco frame")
         self._number += 1
         return mac

@@ -23,7 +23,8 @@ shares."""
 
 class Assignment:
     """The reducer of each part in a plan. Every participant computes the same assignment from
-    the plan."""
+    the plan.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._turn = [plan.names[index] for index in _find_turn(tuple(p.link_kbit for p in plan.participants))]
@@ -35,7 +36,8 @@ class Assignment:
 @lru_cache(maxsize=32)
 def _find_turn(rates: tuple[int, ...]) -> tuple[int, ...]:
     """Return the participants that reduce the parts of a turn. Cached, because fractions are
-    slow and most plans have the last rates."""
+    slow and most plans have the last rates.
+    """
     return tuple(take_turns(reduce_shares(rates), SLOTS_PER_ISLAND * len(rates)))
 
 
@@ -63,7 +65,8 @@ def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
 
 def take_turns(shares: Sequence[Fraction], num_slots: int) -> list[int]:
     """Return indices in an order in which each has its share of `num_slots` places, spread
-    evenly. The shares add up to 1."""
+    evenly. The shares add up to 1.
+    """
     counts = [int(share * num_slots) for share in shares]
     rest = sorted(range(len(shares)), key=lambda index: (counts[index] - shares[index] * num_slots, index))
     for index in rest[: num_slots - sum(counts)]:

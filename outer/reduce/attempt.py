@@ -1,5 +1,6 @@
 """The reduce of one attempt on one rank, limited by a deadline and ended early by any
-participant's no vote."""
+participant's no vote.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ class Attempts:
         self, transport: Transport, reducer: Reducer, deadlines: Deadlines, auditor: Auditor | None = None
     ) -> None:
         """Create the attempts of a rank. `auditor` audits some of the means that have arrived;
-        None if there are no audits."""
+        None if there are no audits.
+        """
         self._transport, self.reducer, self._deadlines, self._auditor = transport, reducer, deadlines, auditor
         self.num_audited = 0
         """Number of parts that this rank audited in the last attempt."""
@@ -68,7 +70,8 @@ class Attempts:
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
     ) -> dict[int, Mean]:
         """Return the means of this rank's parts, like `Reducer.run`. Raises OuterError after
-        dropping everything in flight."""
+        dropping everything in flight.
+        """
         limit, self.num_audited = self._deadlines.limit("reduce"), 0
         self._no_votes = {plan.id: self._no_votes.get(plan.id, {})}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads, digest_after))
@@ -96,14 +99,16 @@ class Attempts:
 
     def dispute(self, plan: Plan) -> None:
         """Record that participants of the plan have found different means: audit all parts that
-        they reduce next, if there are audits."""
+        they reduce next, if there are audits.
+        """
         assert_on_loop()
         if self._auditor is not None:
             self._auditor.disputed |= set(plan.names)
 
     async def drop(self) -> None:
         """Disconnect. Every rank calls this after an attempt that did not commit, because some
-        participants may have left."""
+        participants may have left.
+        """
         self.reducer.release()
         if self.epoch:
             await self._disconnect()
@@ -117,7 +122,8 @@ class Attempts:
 
     def find_no_vote(self, plan: Plan) -> str | None:
         """Return why the attempt must end if one of its participants has voted no or is lost,
-        otherwise None."""
+        otherwise None.
+        """
         causes = self._no_votes.get(plan.id, {})
         return next((f"island {name!r}: {causes[name]}" for name in plan.names if name in causes), None)
 
@@ -137,7 +143,8 @@ class Attempts:
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None
     ) -> dict[int, Mean]:
         """Reduce and audit. Connect first if members changed or an attempt failed, which all
-        participants see in the plan."""
+        participants see in the plan.
+        """
         members = tuple(p.incarnation for p in plan.participants)
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
@@ -152,7 +159,8 @@ class Attempts:
 
     def _find_stalled_by(self) -> tuple[str, bool] | None:
         """Return the island that alone delayed the last attempt on this rank, and whether only
-        means of it were missing."""
+        means of it were missing.
+        """
         if (found := self.reducer.stalled_by) is not None:
             island, leg = found
             return island, leg is Leg.GATHER
@@ -186,7 +194,8 @@ def build_attempts(
     config: OuterConfig, me: Endpoint, space: Space, network: Network, deadlines: Deadlines, hooks: Hooks
 ) -> Attempts:
     """Build the reduce of one rank, with audits if the config selects them. The network's event
-    loop must be running."""
+    loop must be running.
+    """
     codecs, merge, transport, messenger = build_codec_choice(config), config.merge, network.transport, network.messenger
     if config.audit == 0:
         return Attempts(transport, Reducer(transport, codecs, space, me, hooks, merge), deadlines)

@@ -131,7 +131,8 @@ class _Case:
 
     async def judge(self) -> None:
         """Check the mean. Raises AuditError if it is wrong; PeerLost or MessageError if the
-        reducer does not show its payloads."""
+        reducer does not show its payloads.
+        """
         request = StatementRequest(plan=self.plan.id, part=self.part)
         longest = STATEMENT_BYTES * (4 + len(self.plan.contributors))
         statement = await receive(Statement, await self._call("statement", request.encode(), longest, bulk=False))
@@ -145,7 +146,8 @@ class _Case:
 
     def _check_statement(self, statement: Statement) -> None:
         """Raise AuditError unless the statement is about the mean that was sent, and about
-        payloads that contributors signed."""
+        payloads that contributors signed.
+        """
         commitments, contributors = self.auditor.commitments, [p.island for p in self.plan.contributors]
         is_about = (statement.plan, statement.part, len(statement.payloads))
         if is_about != (self.plan.id, self.part, len(contributors)):
@@ -161,7 +163,8 @@ class _Case:
 
     async def _fetch(self, island: str, digest: str) -> torch.Tensor:
         """Return a contributor's payload, as the reducer shows it. It must be the payload that
-        the contributor signed."""
+        the contributor signed.
+        """
         request = PayloadRequest(plan=self.plan.id, part=self.part, island=island)
         longest = max(SHORT_BYTES, self.auditor.payloads.num_bytes(self.part, of_mean=False))
         body = await self._call("shown", request.encode(), longest, bulk=True)
@@ -184,7 +187,8 @@ class _Case:
 
     async def _call(self, kind: str, body: bytes, longest: int, *, bulk: bool) -> bytes:
         """Call the rank that reduced the part, for at most `longest` bytes. Call once more if
-        its connection breaks."""
+        its connection breaks.
+        """
         participant = self.plan.participants[self.plan.names.index(self.reducer)]
         address = participant.control_addresses[unpack_carriers(participant.carriers)[self.part]]
         lane: Lane = "bulk" if bulk else "control"

@@ -14,7 +14,8 @@ one process, such small parts are most of a round."""
 
 async def compute(num_elements: int, work: Callable[..., T], *args: Any) -> T:
     """Return `work(*args)`, which reads `num_elements` values in total. It runs in a thread if
-    it is long, so that peers are still answered."""
+    it is long, so that peers are still answered.
+    """
     if num_elements <= SMALL_ELEMENTS:
         return work(*args)
     return await asyncio.to_thread(work, *args)

@@ -24,7 +24,8 @@ class ErrorFeedback:
 
     def encode(self, part: int, values: torch.Tensor, codec: Codec) -> torch.Tensor:
         """Encode `values` plus the part's residual, and store the new residual as pending.
-        Raises NonFiniteError."""
+        Raises NonFiniteError.
+        """
         residual = self._residuals.get(part)
         wanted = values if residual is None else values + residual * self._decay
         payload = codec.encode(wanted)

@@ -1,5 +1,6 @@
 """Filters that leave outliers out of a part's mean: parts whose norm is too large, or whose
-direction differs from the last mean's."""
+direction differs from the last mean's.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class OutlierFilters:
 
     def commit(self, round_number: int, parts: Collection[int]) -> None:
         """Adopt the histories of the last attempt. `parts`: the parts of the round that this
-        rank carries."""
+        rank carries.
+        """
         for part in parts:
             self.histories.pop(part, None)
         self.histories |= self._pending
@@ -80,7 +82,8 @@ class AttemptFilters:
         last: torch.Tensor | None,
     ) -> list[bool]:
         """Apply all filters to one part, like the function `find_outliers`, and record the norms
-        of the parts that pass."""
+        of the parts that pass.
+        """
         bound = self.config.max_norm_zscore
         if bound is None:
             return find_outliers(parts, weights, last, self.config)
@@ -119,7 +122,8 @@ def find_outliers(
 
 def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio: float | None) -> set[int]:
     """Return the participants whose norm exceeds max_ratio x the median norm; none if most norms
-    are zero."""
+    are zero.
+    """
     if max_ratio is None:
         return set()
     norms = {index: norm(parts[index]) for index in weighted}
@@ -133,7 +137,8 @@ def _find_turned_away(
     parts: Sequence[torch.Tensor], weighted: list[int], last: torch.Tensor | None, min_cosine: float | None
 ) -> set[int]:
     """Return the participants whose cosine with the last mean is below min_cosine. A part of
-    zeros passes."""
+    zeros passes.
+    """
     if min_cosine is None or last is None:
         return set()
     # Compared without a division, because either norm may be zero. Then both sides are zero.

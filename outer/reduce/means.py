@@ -1,5 +1,6 @@
 """The mean of one part. Equal payloads give equal bytes, on the part's reducer and on any rank
-that recomputes the mean."""
+that recomputes the mean.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress

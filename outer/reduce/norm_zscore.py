@@ -34,7 +34,8 @@ class History(NamedTuple):
 
 def is_anomalous(history: History | None, norm: float, bound: float) -> bool:
     """Return whether the norm is more than the bound above the history's mean. A small norm
-    never is."""
+    never is.
+    """
     if history is None or history.count < WARM_UP:
         return False
     return z_score(history, norm) > bound * max(1.0, sqrt(history.z_variance))
@@ -53,7 +54,8 @@ def update_history(history: History | None, norm: float) -> History:
 
 def z_score(history: History, norm: float) -> float:
     """Return the number of standard deviations by which the norm exceeds the mean; 0 if all
-    norms so far are zero."""
+    norms so far are zero.
+    """
     spread = max(sqrt(history.variance), LEAST_SPREAD * history.mean)
     return (norm - history.mean) / spread if spread > 0 else 0.0
 

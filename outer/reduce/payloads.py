@@ -1,5 +1,6 @@
 """Encoding and decoding of the payloads of a reduce, with all checks. Any thread may call these
-methods."""
+methods.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from outer.space.layout import Space, TensorKind
 @dataclass(frozen=True)
 class Mean:
     """One part of the reduced mean: fp32 values, and the bytes (1-D uint8) from which they were
-    decoded."""
+    decoded.
+    """
 
     values: torch.Tensor
     payload: torch.Tensor
@@ -55,7 +57,8 @@ class Payloads:
 
     def check_own(self, part: int, values: torch.Tensor) -> None:
         """Raise OuterError if this rank's own values are not possible for the part's kind of
-        tensor."""
+        tensor.
+        """
         if (index := first_negative(values, self._space.parts[part].kind)) is not None:
             raise OuterError(
                 f"{self._name(part, index)!r} holds {values[index]}, but a mean of squares is never below 0"
@@ -96,7 +99,8 @@ class Payloads:
         self, part: int, payloads: Sequence[torch.Tensor], senders: Sequence[str], error: NonFiniteError
     ) -> PoisonError:
         """Return the error for a mean that overflowed although its inputs are finite. It blames
-        the sender of the largest input."""
+        the sender of the largest input.
+        """
         sizes = {
             name: self.decode(part, payload, name)[error.index].abs().item()
             for payload, name in zip(payloads, senders, strict=True)
@@ -107,7 +111,8 @@ class Payloads:
 
     def refuse_too_long(self, part: int, lengths: Mapping[str, float], bound: Bound) -> None:
         """Raise PoisonError for the participant, if any, whose payload of the part exceeds the
-        bound."""
+        bound.
+        """
         kind = self._space.parts[part].kind
         if (name := bound.find_too_long(kind, lengths)) is not None:
             raise PoisonError(
@@ -139,7 +144,8 @@ class Payloads:
 
 def first_negative(values: torch.Tensor, kind: TensorKind) -> int | None:
     """Return the index of the first negative second moment, or None. An optimizer step would
-    take its square root."""
+    take its square root.
+    """
     if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
         return None
     found = (values < 0).nonzero()

@@ -101,7 +101,8 @@ class AgreedAverager:
 
     def enter(self) -> bool:
         """Enter the run: with the state of islands that have committed a round, otherwise from
-        the start or a checkpoint."""
+        the start or a checkpoint.
+        """
         runner = self.runner
         if runner.leader is not None:
             runner.leader.announce()
@@ -170,7 +171,8 @@ class AgreedAverager:
 
     def _finds_donors(self) -> bool:
         """Return whether an island can provide a state. A joiner waits while others begin the
-        run. Leader only."""
+        run. Leader only.
+        """
         if not self._joins:
             return self._leader.wait_for_donors(0.0, 1 << 62)
         return self._leader.wait_to_join(DONOR_WAIT_SECONDS, self.runner.pace.deadlines.initial_seconds)
@@ -195,13 +197,15 @@ class AgreedAverager:
 
     def _is_behind(self, deadline: float) -> bool:
         """Return whether an island with a better state joins before the deadline; stop early if
-        all are here. Leader only."""
+        all are here. Leader only.
+        """
         seconds = deadline - self.event_loop.time()
         return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
 
     def _take_state(self) -> CaughtUpState | None:
         """Take the state of others, and return it. Islands wait for this one if it lacks only
-        means. None if no island provides a state."""
+        means. None if no island provides a state.
+        """
         taken = self._catch_up.run()
         if isinstance(taken, NothingTaken):
             self._causes += taken.causes
@@ -274,7 +278,8 @@ def _build_download(
     config: OuterConfig, config_hash: str, replica: Replica, network: Network, settings: LoopSettings
 ) -> Download:
     """Build a download of the parts that this rank carries. Parts that have arrived are kept in
-    `settings.cache_dir`."""
+    `settings.cache_dir`.
+    """
     space, cache = replica.space, None
     if settings.cache_dir is not None:
         folder = settings.cache_dir / f"rank-{replica.ranks.rank}"
@@ -307,7 +312,8 @@ def _find_refusals(
     replica: Replica, island: str, index: int, start_islands: int, readies: Sequence[Ready]
 ) -> Mapping[str, str]:
     """Apply `ledger.find_refusals` for islands that hold this island's state. Raises OuterError
-    if two share an index."""
+    if two share an index.
+    """
     position = replica.position
     causes = find_refusals(position.ledger, readies, replica.terms)
     cause = causes.get(island)

@@ -43,13 +43,15 @@ class Averager(Protocol):
     @property
     def event_loop(self) -> EventLoop:
         """The event loop that sends the averager's messages; its clock is the clock of all
-        waits."""
+        waits.
+        """
         ...
 
     @property
     def share(self) -> float:
         """This island's weight in the last mean, or an equal share before the first. Set when a
-        checkpoint is loaded."""
+        checkpoint is loaded.
+        """
         ...
 
     @share.setter
@@ -58,7 +60,8 @@ class Averager(Protocol):
     @property
     def memory(self) -> RoundMemory:
         """The data that this rank keeps from round to round besides the replica. Checkpoints
-        contain it."""
+        contain it.
+        """
         ...
 
     def enter(self) -> bool:
@@ -77,7 +80,8 @@ class Averager(Protocol):
 
     def resume(self, proof: Proof) -> None:
         """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
-        Call it before `enter`."""
+        Call it before `enter`.
+        """
         ...
 
     def run(self, contribution: Contribution) -> list[RoundReport]:
@@ -104,7 +108,8 @@ class Averager(Protocol):
 
     def interruption(self, seconds_left: float) -> Interruption:
         """Return why inner steps should end before their planned end in `seconds_left`, or "".
-        Leader only."""
+        Leader only.
+        """
         ...
 
     def linger(self) -> bool:

@@ -1,5 +1,6 @@
 """A round that runs in a background thread while local params are trained. Only one runs at a
-time."""
+time.
+"""
 
 from outer.report import RoundReport
 from outer.rounds.averager import Averager
@@ -10,13 +11,15 @@ from outer.threads import Worker
 
 class BackgroundRound:
     """A round in the background, which starts at once. Every rank of the island makes one, with
-    its own snapshot for the same round."""
+    its own snapshot for the same round.
+    """
 
     def __init__(
         self, averager: Averager, snapshot: Snapshot, worker: Worker, earlier: EarlierState | None = None
     ) -> None:
         """Start the round. `earlier`: the state to which this island would go back instead,
-        together with others."""
+        together with others.
+        """
         self.snapshot = snapshot
         self.earlier = earlier
         self._averager = averager

@@ -43,7 +43,8 @@ NORMS = re.compile(rf"outer/norms/(\d{{1,9}})/({ISLAND_NAME})")
 
 class RoundMemory(Protocol):
     """The data that a rank keeps from round to round besides the replica.
-    `outer.reduce.reducer.Reducer` implements it."""
+    `outer.reduce.reducer.Reducer` implements it.
+    """
 
     @property
     def feedbacks(self) -> Sequence[ErrorFeedback]: ...
@@ -103,7 +104,8 @@ def collect_tensors(replica: Replica, memory: RoundMemory) -> dict[str, torch.Te
 
 def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> dict[str, torch.Tensor]:
     """Return zero tensors to load into, for the `saved` names that belong to parts this rank
-    carries now."""
+    carries now.
+    """
     wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(memory.feedbacks)], LAST_MEAN]
     rooms = {
         f"{prefix}{index}": torch.zeros_like(values)
@@ -191,7 +193,8 @@ def parse_facts(values: object) -> SavedFacts:
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise InputError for a tensor with inf or nan. No island saves one, and each round after
-    loading it would fail."""
+    loading it would fail.
+    """
     for name, values in tensors.items():
         if not is_finite(values):
             raise InputError(f"the checkpoint's {name} holds inf or nan; use another checkpoint")
@@ -199,7 +202,8 @@ def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _parse_pushes(values: torch.Tensor) -> int:
     """Return the number of pushes in a checkpoint's tensor. Raises InputError if it is not a
-    possible number."""
+    possible number.
+    """
     number = float(values.item())
     if not number.is_integer() or not 0 <= number < MAX_GIVEN:
         raise InputError(f"the checkpoint's number of pushes is {number}, 0 to {MAX_GIVEN - 1} are possible")
@@ -208,7 +212,8 @@ def _parse_pushes(values: torch.Tensor) -> int:
 
 def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:
     """Return the histories of norms by part and participant. Raises InputError if one is
-    malformed."""
+    malformed.
+    """
     found: dict[int, dict[str, History]] = defaultdict(dict)
     for name, values in tensors.items():
         if match := NORMS.fullmatch(name):
@@ -218,7 +223,8 @@ def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:
 
 def _part_of_norms(name: str) -> int | None:
     """Return the index of the part whose norms a tensor of this name holds, or None for other
-    tensors."""
+    tensors.
+    """
     match = NORMS.fullmatch(name)
     return int(match[1]) if match else None
 

@@ -1,5 +1,6 @@
 """The reduce of one attempt on all ranks of an island, and the cause of the island's no vote if
-it fails."""
+it fails.
+"""
 
 import logging
 import math
@@ -32,7 +33,8 @@ ASK_THE_OPERATOR = (
 @dataclass(frozen=True)
 class ReduceResult:
     """One rank's means, and the result of the reduce on all ranks of the island, which is the
-    same on each."""
+    same on each.
+    """
 
     means: dict[int, Mean]
     """Means of the parts that this rank carries, by part, each with the digest of the part after
@@ -62,7 +64,8 @@ class ReduceResult:
 @dataclass
 class IslandReduce:
     """The reduces of one rank. Every rank of the island builds it and calls `run` together, with
-    the same plan."""
+    the same plan.
+    """
 
     island: str
     replica: Replica
@@ -81,7 +84,8 @@ class IslandReduce:
 
     def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> ReduceResult:
         """Reduce this rank's parts; `pseudo_grads` is empty if the island observes. Never raises
-        for a failed reduce."""
+        for a failed reduce.
+        """
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
         means, failure, squares = {}, None, dict[str, float]()
@@ -119,7 +123,8 @@ class IslandReduce:
 
     def _find_fault(self, plan: Plan, outcomes: Sequence["_Outcome"], result: ReduceResult) -> ReduceResult:
         """Return the result of an attempt that failed on some ranks, with the cause and the
-        island at fault."""
+        island at fault.
+        """
         failed = [outcome for outcome in outcomes if outcome.cause is not None]
         # This island's own fault comes first, then a peer's: ranks without a fault only repeat what
         # others reported.
@@ -139,7 +144,8 @@ class IslandReduce:
 
     def _begin(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
         """Set the bound above which reducers refuse payloads in this attempt. Every rank calls
-        it together."""
+        it together.
+        """
         replica, fragment, own = self.replica, self.replica.space.fragment_of(plan.round), dict[str, float]()
         kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
         if not self.recent.knows(fragment, kinds):
@@ -149,7 +155,8 @@ class IslandReduce:
 
     def _scale(self, plan: Plan, own: Mapping[str, float]) -> dict[str, float]:
         """Return the L2 norms of this island's contribution. The norm of params is scaled to the
-        number of tokens of other contributors."""
+        number of tokens of other contributors.
+        """
         scale = scale_to({p.island: p.weight for p in plan.contributors}, self.island)
         return {kind: length * scale if kind == "params" else length for kind, length in own.items()}
 
@@ -190,13 +197,15 @@ class IslandReduce:
 
     def commit(self, round_number: int, means: Mapping[int, Mean]) -> None:
         """Remember what later rounds need of the last attempt, which has been committed. Every
-        rank calls it."""
+        rank calls it.
+        """
         self.attempts.reducer.commit(round_number, means)
         self.recent.commit(*self._own)
 
     def forget(self) -> None:
         """Drop the data that rounds since an earlier state have left, because the run goes back
-        to that state. Every rank calls it."""
+        to that state. Every rank calls it.
+        """
         self.attempts.reducer.forget()
         self.recent.forget()
 
@@ -245,7 +254,8 @@ class _Outcome:
 
     def rank_of_fault(self, island: str) -> tuple[bool, ...]:
         """Return a sort key among the failed ranks of an island: the lowest key has the most
-        certain cause."""
+        certain cause.
+        """
         return self.at_fault != island, self.at_fault is None, not self.is_wrong_mean, self.waits_for_means
 
 

@@ -46,7 +46,8 @@ class Leader:
 
     def resume(self, proof: Proof) -> None:
         """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
-        Call it before `announce`."""
+        Call it before `announce`.
+        """
         self.event_loop.call(lambda: self._claims.restore(proof))
         # An island that learns that this state is newer than its own may request it at once.
         self.serve_state(included=[])
@@ -56,19 +57,22 @@ class Leader:
 
     def announce(self) -> None:
         """Enter the membership and start to communicate with the others. Raises InputError when
-        the name is taken."""
+        the name is taken.
+        """
         self.event_loop.run(self.membership.announce(self._build_member(0.0)))
         self.event_loop.run(self.driver.start())
 
     def update_status(self, *, is_coming: bool, step_seconds: float) -> None:
         """Send the others the state that this island holds now, and whether it is coming to the
-        next round."""
+        next round.
+        """
         status = build_status(self.replica, is_coming=is_coming)
         self.event_loop.run(self._update_status(self._build_member(step_seconds), status))
 
     def serve_state(self, included: Sequence[str]) -> None:
         """Serve the current state as a donor. `included`: incarnations whose progress its last
-        commit contains."""
+        commit contains.
+        """
         replica = self.replica
         carriers, fingerprint = replica.redistribution.carriers, replica.space.fingerprint
         self.donor.describe(replica.digest, carriers, fingerprint, included, self.proof)
@@ -81,7 +85,8 @@ class Leader:
 
     def check(self, description: Description) -> None:
         """Raise MessageError if another island's state must not be taken. Must be called on the
-        event loop."""
+        event loop.
+        """
         self.driver.protocol.knowledge.check_proof(description.claim, description.proof)
 
     def build_ready(
@@ -127,17 +132,20 @@ class Leader:
 
     def contribute(self, build_ready: Callable[[], Ready]) -> None:
         """Announce that this island, until now an observer of the coming round, has a
-        contribution."""
+        contribution.
+        """
         self.event_loop.run(self._contribute(build_ready))
 
     def decide(self, vote: Vote, on_sent: Callable[[], None]) -> bool:
         """Return whether the plan commits by the votes of all. `on_sent` is called once this
-        island's vote is being sent."""
+        island's vote is being sent.
+        """
         return self.event_loop.run(self.driver.decide(vote, on_sent))
 
     def explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
         """Return why the plan was not committed, and the islands that are left out of the next
-        plan, with the reasons."""
+        plan, with the reasons.
+        """
         return self.event_loop.call(lambda: explain_abort(self.driver.protocol, plan))
 
     def has_dispute(self, plan: Plan) -> bool:
@@ -150,17 +158,20 @@ class Leader:
 
     def find_donors(self) -> list[Member]:
         """Return the records of the islands that hold the surviving history; empty if this
-        island holds it."""
+        island holds it.
+        """
         return self.event_loop.run(self.driver.find_donors())
 
     def disbelieve(self, donors: Sequence[Member]) -> None:
         """Ignore for a while that these islands claim to be ahead, because their state could not
-        be taken. See `Knowledge`."""
+        be taken. See `Knowledge`.
+        """
         self.event_loop.run(self.driver.disbelieve(donors))
 
     def believe(self, donors: Sequence[Member]) -> None:
         """Accept these islands' claims, because their state has been taken, and forget earlier
-        failures."""
+        failures.
+        """
         self.event_loop.run(self.driver.believe(donors))
 
     def wait_for_donors(self, seconds: float, num_expected: int) -> bool:
@@ -177,7 +188,8 @@ class Leader:
 
     def wait_to_join(self, seconds: float, first_commit_seconds: float) -> bool:
         """Wait up to `seconds` for donors, longer while other islands are here without a commit.
-        Return whether there are any."""
+        Return whether there are any.
+        """
         deadline = self.event_loop.time() + first_commit_seconds
         while not self.wait_for_donors(seconds, 1 << 62):
             if self.is_alone or self.event_loop.time() >= deadline:
@@ -196,12 +208,14 @@ class Leader:
 
     def linger(self, seconds: float) -> bool:
         """Wait until every live island has reached this round. Return True if another history
-        survives."""
+        survives.
+        """
         return self.event_loop.run(self.driver.linger(seconds))
 
     def leave(self, steps: int) -> None:
         """Send a goodbye, `steps` inner steps into the round. Islands that miss it will find
-        this one lost instead."""
+        this one lost instead.
+        """
         me, incarnation = self.identity.island, self.identity.incarnation
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
@@ -273,7 +287,8 @@ def wait_for_donors(
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Wait up to `seconds` on the clock for a donor, and return whether one was found. Stop
-    early once `is_hopeless`."""
+    early once `is_hopeless`.
+    """
     found: list[Member] = []
 
     def is_decided() -> bool:

@@ -57,7 +57,8 @@ class Pace:
 
     def begin(self, steps: int) -> int:
         """Start the inner steps of a round now. Return the most of its `steps` that this island
-        makes."""
+        makes.
+        """
         if self._config.round_seconds is not None:
             self._ends_at = self._now() + self._config.round_seconds
         return self.of(steps)
@@ -65,7 +66,8 @@ class Pace:
     @property
     def seconds_left(self) -> float:
         """Return the seconds left for inner steps of a timed round; infinite if rounds are not
-        timed."""
+        timed.
+        """
         return self._ends_at - self._now()
 
     def observe_step(self, seconds: float) -> None:
@@ -75,7 +77,8 @@ class Pace:
 
     def observe_commit(self, plan: Plan, now: float) -> None:
         """Record a commit at time `now` in seconds. The time since the last commit limits how
-        long islands wait for one another."""
+        long islands wait for one another.
+        """
         self._step_seconds = {p.island: p.step_seconds for p in plan.participants}
         if self._committed_at is not None:
             self.deadlines.observe("round", now - self._committed_at, self._num_freezes)
@@ -83,5 +86,6 @@ class Pace:
 
     def interrupt(self) -> None:
         """Forget the time of the last commit: this island has taken a state, so its next round
-        is shorter than a whole one."""
+        is shorter than a whole one.
+        """
         self._committed_at = None

@@ -40,7 +40,8 @@ class CommittedRound:
 
 class QuorumRounds:
     """The rounds of one rank. Every rank of the island makes the same calls in the same order,
-    from the training thread."""
+    from the training thread.
+    """
 
     def __init__(
         self,
@@ -52,7 +53,8 @@ class QuorumRounds:
         worker: Worker,
     ) -> None:
         """Create the rounds. `catch_up` takes the surviving state, given the tokens of this
-        island's progress; it returns None if this island has that state."""
+        island's progress; it returns None if this island has that state.
+        """
         self._averager, self._pending, self._schedule = averager, pending, schedule
         self._replica, self._pace = averager.runner.replica, averager.runner.pace
         self._total_tokens, self._catch_up, self._worker = total_tokens, catch_up, worker
@@ -79,12 +81,14 @@ class QuorumRounds:
     @property
     def is_quiet(self) -> bool:
         """Whether no round is being prepared on this island: before `start`, after the last
-        round, or until `go_on`."""
+        round, or until `go_on`.
+        """
         return self._work is None or self._holds or self._has_ended
 
     def is_due(self) -> bool:
         """Return whether enough inner steps are done to contribute, both for the round and for
-        its fragment."""
+        its fragment.
+        """
         return self._replica.ranks.on_leader(self._is_due)
 
     def land(self, tokens: int) -> list[CommittedRound]:
@@ -154,7 +158,8 @@ class QuorumRounds:
 
     def _land(self, count: Callable[[], int], weight: int, given: Snapshot | None = None) -> list[CommittedRound]:
         """Land rounds up to the leader's `count` on every rank, and return them. `weight`:
-        tokens that have not been sent."""
+        tokens that have not been sent.
+        """
         committed = self._take_committed(count, weight)
         landed = [self._settle(one, given) for one in committed]
         # Only once per fragment; a fragment's number is also the number of a round that sends it.
@@ -184,7 +189,8 @@ class QuorumRounds:
 
     def _recover(self, behind: BehindError, weight: int) -> None:
         """Take the surviving state and raise CaughtUp. If it is this island's own, prepare
-        rounds again."""
+        rounds again.
+        """
         caught = self._catch_up(behind, weight)
         if caught is None:
             self._start_rounds()

@@ -89,13 +89,15 @@ class RoundRunner:
 
     def contribute(self, contribution: Contribution) -> None:
         """Announce that the contribution to the current round has been filled. Only the leader
-        sends it."""
+        sends it.
+        """
         if self.leader is not None:
             self.leader.contribute(lambda: self._build_ready(contribution))
 
     def update_status(self, *, is_coming: bool, included: list[str] | None = None) -> None:
         """Send the others this island's status. With `included`, also serve the new state as a
-        donor."""
+        donor.
+        """
         if self.leader is not None:
             if included is not None:
                 self.leader.serve_state(included)
@@ -117,7 +119,8 @@ class RoundRunner:
 
     def _plan_on_leader(self, contribution: Contribution) -> tuple[bytes | None, tuple[str, ...] | None, str]:
         """Return (plan, None, ""), or (None, donors, why) when behind, or (None, None, why) when
-        there is no plan."""
+        there is no plan.
+        """
         on_sent = partial(self.hooks.reached, "planning")
         try:
             plan = self._leader.plan(lambda: self._build_ready(contribution), on_sent)
@@ -136,7 +139,8 @@ class RoundRunner:
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
         """Return this rank's snapshot if the plan counts the island as a contributor, even if a
-        later one was filled in."""
+        later one was filled in.
+        """
         if self.island not in [p.island for p in plan.contributors]:
             return None
         return contribution.wait(plan.round, self.pace.deadlines.limit("reduce"))
@@ -179,7 +183,8 @@ class RoundRunner:
 
     def _report(self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool) -> RoundReport:
         """Return the report of an attempt. `cause`: the reason why it does not commit. Every
-        rank calls it together."""
+        rank calls it together.
+        """
         sent, received = self.traffic.count()
         return RoundReport(
             round=plan.round,
@@ -203,7 +208,8 @@ class RoundRunner:
 
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:
         """Return whether the attempt commits, and why it does not. `digest`: digest of the
-        resulting state. Leader only."""
+        resulting state. Leader only.
+        """
         if digest is not None:
             vote = Vote.yes(plan, self.island, digest)
         else:
@@ -221,7 +227,8 @@ class RoundRunner:
 
     def _cast(self, plan: Plan, vote: Vote) -> tuple[bool, str]:
         """Cast the island's vote. Return whether the attempt commits, and why it does not.
-        Leader only."""
+        Leader only.
+        """
         self.hooks.reached("vote", plan.round)
         on_sent = partial(self.hooks.reached, "decide", plan.round)
         if self._leader.decide(vote, on_sent):
@@ -248,7 +255,8 @@ class RoundRunner:
 
     def _count_signers(self) -> int:
         """Return the number of signatures under the committed state, by the leader's
-        certificate."""
+        certificate.
+        """
         certificate = None if self.leader is None else self.leader.proof.certificate
         return 0 if certificate is None else len(certificate.signatures)
 

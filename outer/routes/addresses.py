@@ -35,7 +35,8 @@ class Behind:
 @dataclass(frozen=True)
 class Route:
     """A host and port to connect to. With `behind` a relay listens there, otherwise the rank
-    itself."""
+    itself.
+    """
 
     host: str
     port: int
@@ -82,7 +83,8 @@ def parse_route(text: str) -> Route:
 
 def is_loopback(host: str) -> bool:
     """Return whether the host is a loopback address, which can be reached only from this
-    machine."""
+    machine.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -91,7 +93,8 @@ def is_loopback(host: str) -> bool:
 
 def find_key(address: str) -> str:
     """Return the island key in an address, or "" if it has none, like the address of a
-    rendezvous."""
+    rendezvous.
+    """
     found = _ADDRESS.fullmatch(address)
     return found[1] if found else ""
 

@@ -1,5 +1,6 @@
 """Connections to islands by the routes in their addresses: directly if possible, otherwise
-through a relay."""
+through a relay.
+"""
 
 import asyncio
 import socket
@@ -28,7 +29,8 @@ them."""
 
 class Dialer:
     """Opens connections to other islands. `proxy`: the proxy through which this island connects,
-    if there is one."""
+    if there is one.
+    """
 
     def __init__(self, proxy: Proxy | None = None) -> None:
         self._proxy = proxy
@@ -77,7 +79,8 @@ class Dialer:
 
     def blame(self, address: str) -> None:
         """Note that the endpoint reached at this address was not the island, or did not answer:
-        try its other routes first."""
+        try its other routes first.
+        """
         if (route := self._used.pop(address, None)) is not None:
             self._note_failure(route)
 
@@ -103,7 +106,8 @@ class Dialer:
 
     async def connect(self, route: Route) -> socket.socket:
         """Connect to the route's host and port, through the proxy if there is one. Raises
-        OSError."""
+        OSError.
+        """
         host, port = route.place
         if self._proxy is None:
             return await connect_to(host, port)

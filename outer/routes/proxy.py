@@ -1,5 +1,6 @@
 """Connections through a proxy, for a cluster that allows no other outgoing ones: HTTP CONNECT,
-or SOCKS 5 (RFC 1928, 1929)."""
+or SOCKS 5 (RFC 1928, 1929).
+"""
 
 import asyncio
 import base64
@@ -31,7 +32,8 @@ class Proxy:
 
     async def ask(self, connection: socket.socket, host: str, port: int) -> None:
         """Request that the proxy connects to a host and port. `connection` leads to the proxy.
-        Raises ConnectionError."""
+        Raises ConnectionError.
+        """
         try:
             await (self._ask_http if self.kind == "http" else self._ask_socks)(connection, host, port)
         except ConnectionError as error:

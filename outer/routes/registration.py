@@ -1,5 +1,6 @@
 """Keeps one rank registered at the relays of its island, and accepts the connections that they
-announce."""
+announce.
+"""
 
 import asyncio
 import logging
@@ -75,7 +76,8 @@ class Registration:
 
     async def _register(self) -> None:
         """Register and stay registered. Raises OSError and TransportError when the registration
-        ends."""
+        ends.
+        """
         async with asyncio.timeout(wire.OPENING_SECONDS):
             connection = await self._own.dialer.connect(self.relay)
         pinging = asyncio.create_task(_ping(connection))
@@ -132,7 +134,8 @@ class Registrations:
 
     async def wait_for_one(self, seconds: float) -> None:
         """Wait until a relay has registered this rank. Raises UnreachableError if none does in
-        time."""
+        time.
+        """
         if not await self._changed.wait_until(lambda: any(each.is_up for each in self._all), seconds):
             causes = "; ".join(f"{each.relay}: {each.cause or 'no answer'}" for each in self._all)
             raise UnreachableError(

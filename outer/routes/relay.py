@@ -90,7 +90,8 @@ class Relay:
         self, limits: RelayLimits = RelayLimits(), run_key: RunKey | None = None, allow: Collection[str] = ()
     ) -> None:
         """Create a relay. With `run_key` only islands that hold it may register; with `allow`
-        only islands with these public keys."""
+        only islands with these public keys.
+        """
         self._limits, self._run_key, self._allow = limits, run_key, allow
         self.rejections = Rejections()
         self._ranks: dict[tuple[str, int], _Rank] = {}
@@ -111,7 +112,8 @@ class Relay:
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         """Serve one connection by its first message. Only the connection of an answer stays
-        open, for its waiting dialer."""
+        open, for its waiting dialer.
+        """
         is_kept = False
         guest = self._guests.enter(host, lambda: _Rank(connection).end())
         try:
@@ -139,7 +141,8 @@ class Relay:
 
     async def _check(self, connection: socket.socket, register: Register) -> None:
         """Require that an island proves its key. Raises MessageError if it does not, or if it
-        may not register here."""
+        may not register here.
+        """
         if self._allow and register.key not in self._allow:
             raise RefusedError("peer", f"this relay is not for the island with the key {register.key}: see its --allow")
         challenge = Challenge(nonce=secrets.token_hex(16))
@@ -154,7 +157,8 @@ class Relay:
 
     async def _keep(self, connection: socket.socket, register: Register) -> None:
         """Keep a rank registered while it sends pings. A newer registration of the rank replaces
-        this one."""
+        this one.
+        """
         rank, place = _Rank(connection), (register.key, register.rank)
         with self._count(register.key):
             if (old := self._ranks.get(place)) is not None:
@@ -189,7 +193,8 @@ class Relay:
 
     async def _call(self, rank: _Rank, dial: Dial) -> socket.socket:
         """Notify a rank of a dialer, and return the rank's connection. Raises RefusedError if
-        none arrives in time."""
+        none arrives in time.
+        """
         token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
         self._pending[token] = answer
         rank.asked.add(answer)
@@ -207,7 +212,8 @@ class Relay:
 
     def _give(self, connection: socket.socket, answer: Answer) -> bool:
         """Pass a rank's connection to the dialer that waits for it. Raises RefusedError if no
-        dialer waits."""
+        dialer waits.
+        """
         waiting = self._pending.get(answer.token)
         if waiting is None or waiting.done():
             raise RefusedError("token", "no dialer waits for this answer")
@@ -224,7 +230,8 @@ class Relay:
     @contextmanager
     def _count(self, key: str) -> Iterator[Meter]:
         """Count a connection of an island within the block. Raises RefusedError if there are too
-        many."""
+        many.
+        """
         total, limits = sum(island.num_connections for island in self._islands.values()), self._limits
         island = self._islands.get(key) or _Island(Meter(limits.bytes_per_second))
         if total >= limits.connections or island.num_connections >= limits.connections_of_island:

@@ -1,5 +1,6 @@
 """TCP connections as plain asyncio sockets: opening, accepting, and reading an exact number of
-bytes."""
+bytes.
+"""
 
 import asyncio
 import logging
@@ -26,7 +27,8 @@ class Listener:
 
     def __init__(self, serve: Callable[[socket.socket, str], Coroutine[Any, Any, None]]) -> None:
         """Create a listener. `serve(connection, host of the other end)` must close the
-        connection or pass it on."""
+        connection or pass it on.
+        """
         self._serve, self._socket = serve, None
         self._tasks = Tasks()
 
@@ -85,7 +87,8 @@ async def connect_to(host: str, port: int) -> socket.socket:
 
 def prepare(connection: socket.socket) -> socket.socket:
     """Set options so that a connection ends when its other end is gone, routers keep it, and no
-    bytes are delayed."""
+    bytes are delayed.
+    """
     connection.setblocking(False)
     with suppress(OSError):  # it may have ended already
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -106,7 +109,8 @@ def find_host(connection: socket.socket) -> str:
 
 async def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """Read exactly `num_bytes` bytes. The caller limits the time. Raises OSError if the
-    connection ends before."""
+    connection ends before.
+    """
     loop, found = asyncio.get_running_loop(), bytearray()
     while len(found) < num_bytes:
         piece = await loop.sock_recv(connection, num_bytes - len(found))

@@ -1,5 +1,6 @@
 """Forwards the bytes between two connections, with a fixed buffer per direction and a rate
-limit."""
+limit.
+"""
 
 import asyncio
 import socket
@@ -50,7 +51,8 @@ async def splice(one: socket.socket, other: socket.socket, meter: Meter) -> None
 
 async def _forward(source: socket.socket, to: socket.socket, meter: Meter) -> None:
     """Forward bytes in one direction until the source closes it, and then close it at the
-    target. Raises OSError."""
+    target. Raises OSError.
+    """
     loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(BUFFER_BYTES))
     while num_bytes := await loop.sock_recv_into(source, buffer):
         await meter.take(num_bytes)

@@ -21,7 +21,8 @@ def find_port(messenger: StreamMessenger) -> int:
 
 def serve_connection(messenger: StreamMessenger, connection: socket.socket) -> None:
     """Serve a connection that was not accepted here, such as one from a relay. Must be called on
-    the event loop."""
+    the event loop.
+    """
     protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), messenger.accept)
     serving = asyncio.create_task(asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection))
     serving.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -40,7 +40,8 @@ ANSWER_SECONDS = 5.0
 
 class Register(Message):
     """Request of a rank of the island with this key to be registered, and to be notified of
-    dialers."""
+    dialers.
+    """
 
     key: PublicKey
     rank: int = Field(ge=0, lt=MAX_RANKS)
@@ -70,7 +71,8 @@ class Pong(Message):
 
 class Incoming(Message):
     """Notice that a dialer waits for this rank. The rank must answer with the token on a new
-    connection."""
+    connection.
+    """
 
     token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$")
     door: Door
@@ -138,7 +140,8 @@ def proof_body(challenge: Challenge, register: Register) -> bytes:
 
 def registration_mac(run_key: RunKey | None, body: bytes) -> str:
     """Return the MAC that proves that an island holds the run key, in hexadecimal digits, or ""
-    without a run key."""
+    without a run key.
+    """
     return run_key.derive("relay", body).hex() if run_key is not None else ""
 
 

@@ -18,7 +18,8 @@ import torch
 
 class Buffers:
     """Provides CPU tensors whose values are not initialised. Any thread may request them and
-    drop them."""
+    drop them.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)

@@ -12,7 +12,8 @@ from outer.space.layout import Space, matrix_cols
 
 class Overlaps(NamedTuple):
     """Overlaps of all rectangles with the parts, ordered by rectangle, then part. Arrays are
-    int64, 1-D."""
+    int64, 1-D.
+    """
 
     rectangle: np.ndarray
     """Index of the row in `Holdings.rectangles`."""
@@ -39,7 +40,8 @@ def count_overlaps(space: Space, rectangles: np.ndarray) -> Overlaps:
 
 def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Return the number of elements of each rectangle that are before index `at` of the flat
-    vector."""
+    vector.
+    """
     _, r0, r1, c0, c1 = rectangles.T
     row, col = np.divmod(np.maximum(at - base, 0), num_cols)
     in_this_row = np.where((r0 <= row) & (row < r1), np.clip(col - c0, 0, c1 - c0), 0)
@@ -65,7 +67,8 @@ def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ra
 
 def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[int]]:
     """Yield for each part the ranks that hold at least half as much of it as the rank that holds
-    most, ascending."""
+    most, ascending.
+    """
     counts = np.diff(holdings.starts)[overlaps.rectangle]
     entry = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     holding = holdings.holding[entry + np.repeat(holdings.starts[overlaps.rectangle], counts)]

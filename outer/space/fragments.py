@@ -33,7 +33,8 @@ class FragmentSchedule:
 
     def end(self, round_number: int) -> int:
         """Return the number of inner steps done in the run when the round's pseudo-gradient is
-        computed."""
+        computed.
+        """
         cycle, fragment = divmod(round_number, self.fragments)
         return cycle * self.inner_steps + (fragment + 1) * self.inner_steps // self.fragments
 
@@ -43,7 +44,8 @@ class FragmentSchedule:
 
     def last_end(self, fragment: int, period: int, round_number: int) -> int:
         """Return `end` of the last round before this one that sent the part groups of this
-        fragment and period; 0 if there is none."""
+        fragment and period; 0 if there is none.
+        """
         cycles = (round_number - fragment + self.fragments - 1) // self.fragments // period * period
         return self.end((cycles - 1) * self.fragments + fragment) if cycles else 0
 
@@ -75,7 +77,8 @@ def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[Tensor
 
 def moment_name(param: str, kind: TensorKind) -> str:
     """Return the name of a parameter's moment in the canonical space and in the slices of an
-    island's ranks."""
+    island's ranks.
+    """
     return f"{param}@{kind}"
 
 
@@ -117,7 +120,8 @@ def is_fine(shape: tuple[int, ...]) -> bool:
 
 def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[set[str]]:
     """Return the parameter names of each fragment. Raises InputError when a fragment would get
-    none."""
+    none.
+    """
     if config.fragments == 1:
         return [{spec.name for spec in specs}]
     units = [FragmentUnit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in groupby(specs, key=_layer_of)]
@@ -147,14 +151,16 @@ class FragmentUnit:
 
 def make_strided(units: list[FragmentUnit], count: int) -> list[set[str]]:
     """Return layers i, i + n, i + 2n, ... for each of n = count - 1 fragments; everything else
-    is the last fragment."""
+    is the last fragment.
+    """
     inside, outside = _layers_and_rest(units)
     return [_union(inside[i :: count - 1]) for i in range(count - 1)] + [_union(outside)]
 
 
 def make_sequential(units: list[FragmentUnit], count: int) -> list[set[str]]:
     """Return adjacent layers for each of count - 1 fragments, divided evenly; everything else is
-    the last fragment."""
+    the last fragment.
+    """
     inside, outside = _layers_and_rest(units)
     bounds = [i * len(inside) // (count - 1) for i in range(count)]
     return [_union(inside[a:b]) for a, b in pairwise(bounds)] + [_union(outside)]
@@ -162,7 +168,8 @@ def make_sequential(units: list[FragmentUnit], count: int) -> list[set[str]]:
 
 def make_balanced(units: list[FragmentUnit], count: int) -> list[set[str]]:
     """Assign units, largest first, to the fragment that is smallest so far. The largest fragment
-    has at most 4/3 of the optimal size."""
+    has at most 4/3 of the optimal size.
+    """
     fragments: list[set[str]] = [set() for _ in range(count)]
     loads = [0] * count
     for unit in sorted(units, key=lambda unit: -sum(unit.sizes.values())):

@@ -41,11 +41,13 @@ def pack_slices(slices: Sequence[SliceBounds]) -> RankSlices:
 
 class Holdings:
     """The rectangles of all ranks, and the ranks that hold each of them. The object is the same
-    on all ranks."""
+    on all ranks.
+    """
 
     def __init__(self, space: Space, slices_by_rank: Sequence[RankSlices]) -> None:
         """Build the holdings. Raises InputError if a rank holds a parameter that the model does
-        not have."""
+        not have.
+        """
         self._names = space.names
         alike: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
         for rank, slices in enumerate(slices_by_rank):
@@ -93,7 +95,8 @@ def _rows(space: Space, slices: RankSlices) -> np.ndarray:
 
 def _find_distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct rows, sorted, and the index of each row among them. np.unique with an
-    axis takes several times as long."""
+    axis takes several times as long.
+    """
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
     is_first = np.ones(len(rows), bool)

@@ -61,7 +61,8 @@ class SliceBounds(Protocol):
 @dataclass(frozen=True)
 class PartGroup:
     """Names that are sent together: one fragment, one kind, and either only fine tensors (at
-    least 8 bits per element) or none."""
+    least 8 bits per element) or none.
+    """
 
     names: tuple[str, ...]
     fragment: int = 0
@@ -153,7 +154,8 @@ class Space:
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and part boundaries. Islands have equal fingerprints if
-        their parts have the same meaning."""
+        their parts have the same meaning.
+        """
         periods = [group.period for group in self.part_groups]
         cuts = [(part.start, part.fragment, part.is_fine, periods[part.part_group]) for part in self.parts]
         text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
@@ -177,7 +179,8 @@ class Space:
 
     def sends(self, round_number: int, part_group: int) -> bool:
         """Return whether a round sends the part group: it belongs to the round's fragment, and
-        this is one of its `period`-th cycles."""
+        this is one of its `period`-th cycles.
+        """
         cycle, fragment = divmod(round_number, self.num_fragments)
         group = self.part_groups[part_group]
         return group.fragment == fragment and (cycle + 1) % group.period == 0
@@ -197,7 +200,8 @@ class Space:
 
     def pieces(self, bounds: SliceBounds) -> Iterator[Piece]:
         """Yield every overlap of a slice with a part, in part order. Rows and columns count from
-        the slice's corner."""
+        the slice's corner.
+        """
         num_cols = matrix_cols(self.shapes[bounds.name])
         base = self.offsets[bounds.name]
         if bounds.rows[0] >= bounds.rows[1] or bounds.cols[0] >= bounds.cols[1]:

@@ -45,7 +45,8 @@ Moves = list[list[Move]]
 
 class PartGroupMoves:
     """The pieces of one part group that a rank sends and receives. Both ranks of a move list it
-    in the same order."""
+    in the same order.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.sends: Moves = [[] for _ in range(num_ranks)]
@@ -54,7 +55,8 @@ class PartGroupMoves:
 
 class Redistribution:
     """The moves of one island, planned once. Every rank builds it and calls each method together
-    with the others."""
+    with the others.
+    """
 
     def __init__(self, space: Space, params: Params, ranks: RankGroup) -> None:
         self._space, self._params, self._ranks = space, params, ranks
@@ -146,7 +148,8 @@ class Redistribution:
 
     def _plan_parts(self, holdings: Holdings, overlaps: Overlaps) -> None:
         """Plan the moves between the parts that this rank carries and all ranks that hold pieces
-        of them."""
+        of them.
+        """
         me = self._ranks.rank
         mine = np.array(self.carriers, np.int64)[overlaps.part] == me
         for index, number in zip(overlaps.rectangle[mine].tolist(), overlaps.part[mine].tolist(), strict=True):
@@ -161,7 +164,8 @@ class Redistribution:
 
 def _source(ranks: Sequence[int], carrier: int) -> int:
     """Return the holder that sends a replicated slice to the carrier: the carrier itself if it
-    holds the slice."""
+    holds the slice.
+    """
     return carrier if carrier in ranks else ranks[carrier % len(ranks)]
 
 

@@ -22,7 +22,8 @@ state, downloading a part again is as cheap."""
 
 class GlobalState:
     """Global params and outer momentum of one rank's parts. Only `commit` and `replace` change
-    them, under a lock, so that peers never read half of a step."""
+    them, under a lock, so that peers never read half of a step.
+    """
 
     def __init__(
         self,
@@ -32,7 +33,8 @@ class GlobalState:
         moments: Collection[int] = (),
     ) -> None:
         """Create the state. `num_islands` is N of Delayed Nesterov; `moments` are the indices of
-        parts of moments."""
+        parts of moments.
+        """
         self.parts = dict(parts)
         self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
@@ -63,7 +65,8 @@ class GlobalState:
 
     def local_values(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the local params that have these pseudo-gradients relative to the current
-        global params; moments are unchanged."""
+        global params; moments are unchanged.
+        """
         return {i: grad if i in self._moments else self.parts[i] - grad for i, grad in pseudo_grads.items()}
 
     def carry_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -74,7 +77,8 @@ class GlobalState:
 
     def take_over(self, parts: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return copies of these parts, for local params that continue from them without
-        progress of their own."""
+        progress of their own.
+        """
         with self._lock:
             for i in parts:
                 self._bases.pop(i, None)
@@ -87,7 +91,8 @@ class GlobalState:
 
     def states(self) -> dict[int, PartState]:
         """Return all parts in the form that a joiner gets: the tensors themselves, valid until
-        the next `commit`."""
+        the next `commit`.
+        """
         with self._lock:
             return {i: self._state(i) for i in self.parts}
 
@@ -122,7 +127,8 @@ class GlobalState:
 
     def preview(self, index: int, mean: torch.Tensor) -> torch.Tensor:
         """Return the part's global params after a `commit` of this mean, without committing it.
-        Not for moments."""
+        Not for moments.
+        """
         state = PartState(self.parts[index], self._optimizer.momentum(index), self.position.round)
         return advance(state, mean, self._config).params
 
@@ -167,7 +173,8 @@ class GlobalState:
 
     def pack(self, index: int) -> bytes:
         """Pack a part for a joiner: one line of JSON (PartHeader), then params and momentum as
-        raw fp32."""
+        raw fp32.
+        """
         self._check_carried(index)
         with self._lock:
             state, position = self._state(index), self.position

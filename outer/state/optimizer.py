@@ -120,17 +120,20 @@ class OuterOptimizer:
 
     def momentum(self, part: int) -> torch.Tensor:
         """Return the part's momentum buffer itself, fp32; zeros when the optimizer has no
-        momentum."""
+        momentum.
+        """
         return self._momentum[part] if self._momentum else torch.zeros_like(self._parts[part])
 
     def pushes(self, part: int) -> int:
         """Return the number of pushes since the momentum last moved the part; 0 when the
-        optimizer is not delayed."""
+        optimizer is not delayed.
+        """
         return self._pushes[part]
 
     def set_momentum(self, part: int, values: torch.Tensor, pushes: int = 0) -> None:
         """Set the part's momentum to another island's, which is copied. Does nothing without
-        momentum."""
+        momentum.
+        """
         self._pushes[part] = pushes
         if self._momentum:
             self._momentum[part].copy_(values)

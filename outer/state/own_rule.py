@@ -1,5 +1,6 @@
 """An outer optimizer of the user's own, and the tests that it must pass before a run begins with
-it."""
+it.
+"""
 
 from typing import Protocol
 
@@ -15,7 +16,8 @@ SIZE = 4 * STRETCH + 7
 
 class OuterRule(Protocol):
     """The interface of own code: a step of some elements of the global params, each
-    independently."""
+    independently.
+    """
 
     def step(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float) -> None:
         """Step `params` and `momentum` in place. All are 1-D fp32 on the CPU; `momentum` begins as zeros.
@@ -35,7 +37,8 @@ def build_own_rule(path: str, options: Options) -> OuterRule:
 
 def check_outer_rule(rule: OuterRule, name: str = "the rule") -> None:
     """Test what every outer optimizer must do. Raises InputError with the first requirement that
-    does not hold."""
+    does not hold.
+    """
     require(CLAIMS, rule, f"{KEY}: {name}")
 
 
@@ -57,7 +60,8 @@ def gives_equal_bits(rule: OuterRule) -> bool:
 
 def steps_elements_alone(rule: OuterRule) -> bool:
     """Return a part has the same bits however it is cut into stretches of 64 elements: each
-    element is stepped by itself."""
+    element is stepped by itself.
+    """
     return torch.equal(_stepped(rule, SIZE), _stepped(rule, STRETCH))
 
 

@@ -1,5 +1,6 @@
 """The state of one part: params and momentum, their bytes for a joiner, and the state after one
-more outer step."""
+more outer step.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -81,7 +82,8 @@ def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tupl
 
 def unpack_mean(body: bytes) -> tuple[int, bytes]:
     """Return (number of contributors, encoded mean) from a donor's bytes. Raises MessageError if
-    there is no contributor."""
+    there is no contributor.
+    """
     num_given = int.from_bytes(body[:GIVEN_BYTES], "little")
     if len(body) < GIVEN_BYTES or num_given == 0:
         raise MessageError("a mean without contributors")
@@ -90,7 +92,8 @@ def unpack_mean(body: bytes) -> tuple[int, bytes]:
 
 def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
     """Return the size in bytes of a part's params and, unless it holds moments, its momentum, in
-    fp32."""
+    fp32.
+    """
     return (8 if has_momentum else 4) * num_elements
 
 
@@ -136,7 +139,8 @@ def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -
 
 def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[torch.Tensor]:
     """Yield the data for the digest of a stepped part, in order. A tensor is overwritten when
-    the next one is requested."""
+    the next one is requested.
+    """
     momentum = BUFFERS.floats(state.momentum.numel()).copy_(state.momentum)
     room, blend = torch.empty(min(STRETCH_ELEMENTS, mean.numel())), step.blend(momentum, mean)
     for start in range(0, mean.numel(), STRETCH_ELEMENTS):

@@ -1,5 +1,6 @@
 """The progress of an island that is in no committed round yet: tokens by fragment, and units of
-data."""
+data.
+"""
 
 from outer.leases.cursor import Cursor
 from outer.leases.ranges import count
@@ -10,18 +11,21 @@ from outer.state.replica import Replica
 
 class PendingProgress:
     """One rank's record of pending progress. Every rank of the island makes the same calls in
-    the same order."""
+    the same order.
+    """
 
     def __init__(self, replica: Replica, cursor: Cursor, num_fragments: int, max_tokens: int) -> None:
         """Create an empty record. `max_tokens`: the most tokens that any island may claim for
-        one round."""
+        one round.
+        """
         self._replica, self.cursor, self._max_tokens = replica, cursor, max_tokens
         self.weights = [0] * num_fragments
         """Tokens trained on since each fragment was last sent, up to the last round that landed."""
 
     def snapshot(self, round_number: int, tokens: int) -> Snapshot:
         """Return the contribution to the round, made on `tokens` tokens since the last round
-        that landed. Collective."""
+        that landed. Collective.
+        """
         replica = self._replica
         fragment = replica.space.fragment_of(round_number)
         pseudo_grads = replica.pseudo_grads(round_number)
@@ -45,6 +49,7 @@ class PendingProgress:
 
     def drop(self, position: Position) -> None:
         """Drop the progress at this position. Its data will be read again, by this island or
-        another."""
+        another.
+        """
         self.cursor.begin(position.round, position.ledger)
         self.weights = [0] * len(self.weights)

@@ -39,7 +39,8 @@ class Contribution:
 
     def __init__(self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None) -> None:
         """Create the slot. `earlier`: the state to which this island would go back instead,
-        together with others."""
+        together with others.
+        """
         self.earlier = earlier
         self._snapshot = snapshot
         self._changed = threading.Condition()

@@ -33,7 +33,8 @@ class Replica:
 
     def __init__(self, config: OuterConfig, params: Params, ranks: RankGroup, terms: Terms | None = None) -> None:
         """Build the replica. `terms` are the terms of the leases. None: a run without stages and
-        without data of single islands."""
+        without data of single islands.
+        """
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
         self.space = build_space(params.specs, config)
@@ -57,7 +58,8 @@ class Replica:
 
     def pseudo_grads(self, round_number: int | None = None) -> dict[int, torch.Tensor]:
         """Return this rank's parts of the pseudo-gradient, fp32, by index: the parts that the
-        round sends, or all (None)."""
+        round sends, or all (None).
+        """
         groups = None if round_number is None else self.space.part_groups_in(round_number)
         return self.carried.pseudo_grads(self.redistribution.gather(groups))
 
@@ -90,7 +92,8 @@ class Replica:
 
     def digest_after(self, means: Mapping[int, Mean], position: Position) -> str:
         """Return the value of `digest` after a `commit` of these means, which contain the
-        digests of their parts after it."""
+        digests of their parts after it.
+        """
         digests = self.carried.digests() | _digests_after(means)
         return state_digest(self.combine(digests, self.ranks.background), position.ledger.text)
 
@@ -115,7 +118,8 @@ class Replica:
 
     def correct(self, ahead: Mapping[int, torch.Tensor], round_number: int) -> None:
         """Move local params that were trained from `ahead` as if they had been trained from the
-        global params."""
+        global params.
+        """
         groups = self.space.part_groups_in(round_number)
         local = self.redistribution.gather(groups)
         moved = {i: values + (self.carried.parts[i] - ahead[i]) for i, values in local.items()}
@@ -137,7 +141,8 @@ class Replica:
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Continue from another island's state, which replaces the global state, local params
-        and local moments."""
+        and local moments.
+        """
         self.restore(parts, position)
         self.redistribution.scatter(self.carried.parts)
 
@@ -157,7 +162,8 @@ class Replica:
     @contextmanager
     def global_params(self) -> Iterator[None]:
         """Let local params hold the current global params inside the context. Rounds may be
-        committed at the same time."""
+        committed at the same time.
+        """
         local = self.redistribution.gather(self.space.param_part_groups)
         now = self.carried.copies() if self._has_observers else self.carried.parts
         self.redistribution.scatter(now, self.space.param_part_groups)

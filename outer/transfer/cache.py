@@ -1,5 +1,6 @@
 """Downloaded parts on disk. A joiner that is killed during its download fetches only the missing
-parts after a restart."""
+parts after a restart.
+"""
 
 import logging
 import shutil
@@ -54,7 +55,8 @@ class PartsCache:
 
     def read(self, part: int, num_elements: int, *, has_momentum: bool = True) -> PartState | None:
         """Read a part. Return None if it is missing, damaged, or belongs to another model or
-        run."""
+        run.
+        """
         try:
             line, _, raw = (self._folder / f"part-{part:06d}").read_bytes().partition(b"\n")
             header = parse(_Header, line)

@@ -36,7 +36,8 @@ MAX_CHASES = 50
 
 def is_ahead(replica: Replica, position: Position) -> bool:
     """Return whether a state at this position survives the replica's, or may survive it by its
-    digest."""
+    digest.
+    """
     own = replica.position
     return (position.tokens, position.round) >= (own.tokens, own.round)
 
@@ -52,7 +53,8 @@ def tell_nobody(is_coming: bool) -> None:
 @dataclass(frozen=True)
 class Failure:
     """The reason why a try failed. `is_wrong`: a state arrived that is not the one that the
-    donors describe."""
+    donors describe.
+    """
 
     cause: str
     is_wrong: bool = False
@@ -97,7 +99,8 @@ class CatchUp:
 
     def run(self) -> CaughtUpState | NothingTaken:
         """Take the newest global state of the islands that are ahead, and set local params to
-        it, or change nothing."""
+        it, or change nothing.
+        """
         choice, download = self.build_choice() if self.replica.ranks.is_leader else None, self.build_download()
         held, causes = self.replica.position.round, []
         while donors := self.replica.ranks.on_leader(lambda: choice.next() if choice else []):
@@ -125,7 +128,8 @@ class CatchUp:
 
     def _ask_for_own(self, download: Download, held: int) -> tuple[str | None, int]:
         """Return (the donors' digest of the round that this island holds, or None; their newest
-        round)."""
+        round).
+        """
         if held == 0:
             return None, 0
         return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_history(held)))
@@ -155,7 +159,8 @@ class CatchUp:
 
     def _reach_common_round(self, download: Download, target: int) -> int | Failure:
         """Bring all ranks' parts to one round, `target` or later. Return the round, or the cause
-        of the failure."""
+        of the failure.
+        """
         for _ in range(MAX_CHASES):
             try:
                 result = self.event_loop.run(download.catch_up(target) if target else download.run(0))
@@ -173,7 +178,8 @@ class CatchUp:
 
     def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | Failure, int]:
         """Return (the donors' description of this state, their newest round), or (why it cannot
-        be taken, 0)."""
+        be taken, 0).
+        """
         try:
             description = self.event_loop.run(download.describe(round_number, digest, self.check))
             newest = self.event_loop.run(download.describe(None, check=self.check)).position.round

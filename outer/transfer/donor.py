@@ -89,7 +89,8 @@ class MeanRequest(Message):
 
 class ReleaseRequest(Message):
     """Notice that a worker needs nothing for now, so its place is free. None means all workers
-    of the caller."""
+    of the caller.
+    """
 
     worker: int | None = Field(default=None, ge=0, lt=MAX_WORKERS)
 
@@ -99,7 +100,8 @@ R = TypeVar("R", PartRequest, MeanRequest)
 
 class Donor:
     """Serves the parts that this rank carries and, on the leader, the descriptions. Serves
-    nothing before a round is committed."""
+    nothing before a round is committed.
+    """
 
     def __init__(
         self,
@@ -108,7 +110,8 @@ class Donor:
         on_first_request: Callable[[int], None] = lambda round_number: None,
     ) -> None:
         """Create a donor. `on_first_request` is called with this island's round when a joiner
-        without a place requests a part."""
+        without a place requests a part.
+        """
         self.is_busy = False
         """Whether a round is being reduced. Set by the code that runs the round."""
         self._state, self._on_first_request = state, on_first_request
@@ -214,7 +217,8 @@ class AdmissionGate:
 
     async def enter(self, caller: Caller) -> bool:
         """Release the caller's earlier place and wait up to GATE_SECONDS for a new one. Return
-        whether it got one."""
+        whether it got one.
+        """
         if caller in self._admitted_at:
             self._deadlines.observe("part", loop_time() - self._admitted_at[caller])
             self.leave(caller)
@@ -243,7 +247,8 @@ class AdmissionGate:
 
     def _admit(self) -> None:
         """Give free places to waiting callers: first to those whose island has the fewest
-        places, then in order of arrival."""
+        places, then in order of arrival.
+        """
         oldest = loop_time() - self._deadlines.limit("part")
         self._admitted_at = {caller: at for caller, at in self._admitted_at.items() if at > oldest}
         while self._waiting and len(self._admitted_at) < self._limit():

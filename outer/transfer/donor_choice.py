@@ -1,5 +1,6 @@
 """The choice of donors for a joiner, and when the joiner stops asking an island that does not
-provide the state it claims."""
+provide the state it claims.
+"""
 
 import zlib
 from collections import Counter
@@ -44,7 +45,8 @@ class DonorChoice:
 
     def next(self) -> list[Member]:
         """Return the donors of the next try. Empty if no island is ahead any more, except those
-        that are ignored."""
+        that are ignored.
+        """
         self._asked = [donor for donor in self.find_donors() if donor.island not in self._given_up]
         if self._is_one_by_one and self._asked:
             self._asked = [min(self._asked, key=lambda donor: (self._failures[donor.island], donor.island))]
@@ -55,7 +57,8 @@ class DonorChoice:
 
     def has_failed(self, *, is_wrong: bool) -> None:
         """Record that the last try failed. `is_wrong`: a state arrived that is not the one that
-        the donors describe."""
+        the donors describe.
+        """
         if is_wrong and len(self._asked) > 1:
             # One of them has sent wrong parts, and it is not known which donor.
             self._is_one_by_one = True
@@ -69,7 +72,8 @@ class DonorChoice:
 
     def _turn(self, donor: Member) -> tuple[int, int, str]:
         """Return a sort key: donors with fewer failures first, in an order that differs between
-        joiners."""
+        joiners.
+        """
         number = zlib.crc32(f"{self.spread}/{donor.island}".encode())
         return self._failures[donor.island], number, donor.island
 

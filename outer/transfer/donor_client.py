@@ -1,5 +1,6 @@
 """A joiner's connection to one donor: the description of its state, requests for parts, and
-suspension on failure."""
+suspension on failure.
+"""
 
 import asyncio
 import logging
@@ -61,7 +62,8 @@ class DonorClient:
 
     def suspend(self, error: TransportError) -> None:
         """Stop asking the donor for SUSPENDED_SECONDS. While it is suspended, further errors are
-        ignored."""
+        ignored.
+        """
         if self.is_usable:
             log.warning("no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
             self.suspended_until, self.cause = loop_time() + SUSPENDED_SECONDS, str(error)
@@ -130,19 +132,22 @@ class DonorClient:
 
     def _longest(self, request: PartRequest | MeanRequest) -> int:
         """Return an upper limit for the reply in bytes: params and momentum in fp32 are the
-        longest form of a part."""
+        longest form of a part.
+        """
         return 2 * state_bytes(self._space.parts[request.part].num_elements, has_momentum=True) + MAX_EXTRA_BYTES
 
     async def _check_life(self) -> None:
         """Raise TransportError if no reply came from the donor for QUIET_SECONDS and it does not
-        answer a probe now."""
+        answer a probe now.
+        """
         async with self._probe_lock:
             if loop_time() - self._heard_at > QUIET_SECONDS:
                 await self.describe(None, PROBE_SECONDS)
 
     async def release(self, worker: int | None = None) -> None:
         """Notify the donor's ranks that the worker, or any worker for None, needs nothing more
-        for now."""
+        for now.
+        """
         body = ReleaseRequest(worker=worker).encode()
         addresses = [self.member.control_addresses[rank] for rank in sorted(set(self._carriers))]
         calls = (self._messenger.call(a, "taken", body, timeout_seconds=RELEASE_SECONDS) for a in addresses)

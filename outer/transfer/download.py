@@ -32,7 +32,8 @@ LOG_SECONDS, TELL_SECONDS = 10.0, 2.0
 
 class Download:
     """The download of one rank's parts. Its methods run on the messenger's event loop, one at a
-    time."""
+    time.
+    """
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class Download:
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create a download. See `PartFetcher` for `on_first_part`. `on_progress` gets a line of
-        text every TELL_SECONDS, on the event loop."""
+        text every TELL_SECONDS, on the event loop.
+        """
         self._on_progress = on_progress
         self._messenger, self._plan, self._cache = messenger, plan, cache
         self.fetcher = PartFetcher(plan, cache, on_first_part)
@@ -83,7 +85,8 @@ class Download:
         check: Callable[[Description], None] = lambda description: None,
     ) -> Description:
         """Return a donor's description of a round. See `find_description`. After a MessageError
-        about the digest call `discard` on every rank."""
+        about the digest call `discard` on every rank.
+        """
         return await find_description(self._donors, round_number, digest, check=check)
 
     async def find_history(self, round_number: int) -> tuple[str | None, int]:
@@ -161,7 +164,8 @@ class Download:
 
     async def _watch(self, done: "asyncio.Task[None]", workers: "list[asyncio.Task[None]]") -> None:
         """Wait until `done` has ended. Raises the error of a worker, and TransportError if no
-        part has arrived for too long."""
+        part has arrived for too long.
+        """
         started = logged_at = told_at = self.fetcher.arrived_at = loop_time()
         bytes_before = self.fetcher.bytes_received
         while not done.done():
@@ -184,7 +188,8 @@ class Download:
 
     async def _read_cache(self) -> None:
         """Load the parts that an earlier process of this rank has downloaded. Further calls do
-        nothing."""
+        nothing.
+        """
         if self._cache is None or self._has_read_cache:
             return
         newest = (await self.describe(None)).position.round
@@ -224,5 +229,6 @@ class Download:
 
     def _patience(self, donor: DonorClient) -> float:
         """Return the shortest deadline of a call in seconds. Only the last usable donor may be
-        slower than the measured limit."""
+        slower than the measured limit.
+        """
         return 0.0 if any(d.is_usable for d in self._donors if d is not donor) else PART_SECONDS

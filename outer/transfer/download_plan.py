@@ -1,5 +1,6 @@
 """The parts of a state that a rank downloads, and the changes that the means of later rounds
-make to them."""
+make to them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from outer.space.layout import Space
 @dataclass(frozen=True)
 class DownloadPlan:
     """The parts that this rank downloads, and the codec and optimizer that bring a part to a
-    later round."""
+    later round.
+    """
 
     space: Space
     parts: Sequence[int]
@@ -27,12 +29,14 @@ class DownloadPlan:
 
     def mean_bytes(self, part: int, first: int, stop: int) -> int:
         """Return the size in bytes of the encoded means that lead the part from round `first` to
-        round `stop`."""
+        round `stop`.
+        """
         bounds = self.space.parts[part]
         count = sum(self.changes(part, number) for number in range(first, stop))
         return count * self.coding.mean_codec_for(bounds).num_bytes(bounds.num_elements)
 
     def optimizer_for(self, part: int) -> OuterOptimizerConfig | None:
         """Return the config of the optimizer that applies a mean to the part. None for moments,
-        which the mean replaces."""
+        which the mean replaces.
+        """
         return None if self.space.parts[part].is_moment else self.optimizer

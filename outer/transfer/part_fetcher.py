@@ -25,7 +25,8 @@ class PartFetcher:
         on_first_part: Callable[[int], None] = lambda round_number: None,
     ) -> None:
         """Create a fetcher. `on_first_part` is called with the round of the first part, once it
-        has arrived and is in the cache."""
+        has arrived and is in the cache.
+        """
         self.parts: dict[int, PartState] = {}
         """Parts that have arrived, by index."""
         self.bytes_received = 0

@@ -105,7 +105,8 @@ def make_multiaddress(host: str, port: int) -> str:
 
 def host_of(maddr: str) -> str:
     """Return the host at the beginning of a multiaddress. For a route through a relay this is
-    the relay's host."""
+    the relay's host.
+    """
     _, _, host, *_ = [*maddr.split("/"), "", ""]
     return host
 
@@ -114,7 +115,8 @@ def choose_multiaddresses(
     listen_host: str, listen_port: int, announce_host: str | None
 ) -> tuple[list[str], list[str] | None]:
     """Return the multiaddresses to listen on, and those to announce if they differ. Raises
-    InputError."""
+    InputError.
+    """
     listen = [make_multiaddress(listen_host, listen_port)]
     if announce_host is None:
         return listen, None

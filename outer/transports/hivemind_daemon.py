@@ -103,7 +103,8 @@ class Daemon:
 
     async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream to the peer's handler `name`. The caller limits the time. Raises
-        PeerLost."""
+        PeerLost.
+        """
         if not self.auth.access.may_connect(address.peer_id):
             self.auth.rejections.add(address.peer_id, "peer", NOT_ALLOWED)
             raise PeerLost(address.peer_id, NOT_ALLOWED)
@@ -118,20 +119,23 @@ class Daemon:
 
     async def dial(self, address: PeerAddress) -> None:
         """Connect the daemon to a peer, unless it is connected. The caller limits the time.
-        Raises P2PDaemonError."""
+        Raises P2PDaemonError.
+        """
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
         await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
 
     async def hosts_of(self, peer_id: str) -> Collection[str]:
         """Return the hosts at the other ends of the connections with a peer. For a relayed
-        connection this is the relay's host."""
+        connection this is the relay's host.
+        """
         connected = await self.p2p.list_peers()
         maddrs = [str(maddr) for peer in connected if peer.peer_id.to_base58() == peer_id for maddr in peer.addrs]
         return {host_of(maddr) for maddr in maddrs}
 
     async def wait_for_loss(self) -> str:
         """Wait until the daemon ends, and return how, or "" if it was closed. Only on the rank
-        that started it."""
+        that started it.
+        """
         child = cast("asyncio.subprocess.Process | None", self.p2p._child)
         assert child is not None, "another rank has started the daemon"
         status = await child.wait()
@@ -171,7 +175,8 @@ async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
     """Start a daemon and connect it to its swarm. Raises InputError when it does not start or no
-    peer answers."""
+    peer answers.
+    """
     silence_libraries()
     remove_dead_sockets()
     check_settings(settings)
@@ -202,7 +207,8 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
 
 async def _wait_for_port(host_maddrs: Sequence[str]) -> None:
     """Wait for a short time until no other process listens at these addresses. Raises InputError
-    if one still does."""
+    if one still does.
+    """
 
     async def is_free() -> bool:
         return find_taken(host_maddrs) is None

@@ -24,7 +24,8 @@ _numbers = itertools.count()
 
 def socket_folder() -> Path:
     """Return the folder for temporary files (TMPDIR), or /tmp if its path is too long for
-    sockets."""
+    sockets.
+    """
     folder = tempfile.gettempdir()
     return Path(folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp")
 
@@ -58,7 +59,8 @@ def remove_dead_sockets() -> None:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process with this id runs. An ended process may still be listed, because
-    not every container reaps."""
+    not every container reaps.
+    """
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

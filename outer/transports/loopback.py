@@ -68,7 +68,8 @@ class Hub:
 
     def introduce(self, run_id: str, island: str, key: str, names: KnownNames) -> None:
         """Exchange public keys between the islands of a run. Threads of one process need not
-        prove them."""
+        prove them.
+        """
         with self.lock:
             keys, known = self._keys[run_id], self._names[run_id]
             keys[island] = key

@@ -1,5 +1,6 @@
 """A mailbox for payloads that have arrived and have not been claimed. It is limited, so that no
-peer fills memory."""
+peer fills memory.
+"""
 
 import asyncio
 from collections.abc import Iterable

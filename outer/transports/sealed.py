@@ -1,5 +1,6 @@
 """A transport that authenticates payloads over another transport (gloo) that does not
-authenticate its connections."""
+authenticate its connections.
+"""
 
 import asyncio
 import hashlib
@@ -58,7 +59,8 @@ class SealedTransport:
 
     async def _mac(self, other: Endpoint, ends: tuple[Endpoint, Endpoint], tag: Tag, payload: torch.Tensor) -> bytes:
         """Return the MAC of a payload from `ends[0]` to `ends[1]`. `other` is the end that is
-        not this endpoint."""
+        not this endpoint.
+        """
         position = f"{tag.round} {tag.attempt} {tag.leg:d} {tag.part}"
         about = f"{self._epoch}\n{ends[0]}\n{ends[1]}\n{position}\n".encode()
         mac = hashlib.blake2b(about, key=self._key_with(other), digest_size=MAC_BYTES)
@@ -70,7 +72,8 @@ class SealedTransport:
 
     def _key_with(self, other: Endpoint) -> bytes:
         """Return the key shared with an island. Raises PeerLost if the owner of its name is not
-        known, or has a weak key."""
+        known, or has a weak key.
+        """
         public = self._names.key_of(other.island)
         if public is None:
             raise PeerLost(other.island, f"the key that owns the name {other.island!r} is not known here")

@@ -52,7 +52,8 @@ class StreamGroup:
         redial: Redial | None = None,
     ) -> None:
         """Create a group. `identities`: the identity that each endpoint must prove. `most`:
-        limit of the streams that an endpoint may open."""
+        limit of the streams that an endpoint may open.
+        """
         self._max_payload_bytes = max_payload_bytes
         self.epoch, self._auth, self._rejections = epoch, auth, auth.rejections
         self.mailbox = Mailbox(identities)
@@ -84,7 +85,8 @@ class StreamGroup:
 
     def _has_all_incoming(self) -> bool:
         """Return whether every endpoint has dialled this one. Raises the error of an endpoint
-        that fails."""
+        that fails.
+        """
         if all(len(streams) >= self._to_await for streams in self._incoming.values()):
             return True
         self.mailbox.raise_failure(self._identities)
@@ -97,7 +99,8 @@ class StreamGroup:
 
     def check_source(self, source: Endpoint, proved: str) -> None:
         """Raise MessageError unless the stream belongs to an endpoint of the group that may open
-        one more."""
+        one more.
+        """
         self.check_identity(source, proved)
         if len(self._incoming[source]) >= self._most:
             raise RefusedError("streams", f"more than {self._most} streams from {source}")
@@ -113,7 +116,8 @@ class StreamGroup:
 
     async def deliver(self, other: Endpoint, header: Header, payload: memoryview) -> None:
         """Send a payload until the endpoint has acknowledged it, on another stream if one
-        breaks. Raises TransportError."""
+        breaks. Raises TransportError.
+        """
         key, has_come = (other, header.tag), False
         try:
             while not has_come:
@@ -134,7 +138,8 @@ class StreamGroup:
 
     async def take_idle(self, other: Endpoint) -> Stream:
         """Wait for a stream to an endpoint on which no task sends. Put it into `idle` again
-        afterwards. Raises TransportError."""
+        afterwards. Raises TransportError.
+        """
         while (stream := await self.idle[other].get()) not in self.outgoing[other]:
             if error := self.mailbox.failure_of(other):
                 self.idle[other].put_nowait(stream)  # for the next task that waits
@@ -143,7 +148,8 @@ class StreamGroup:
 
     async def retire(self, other: Endpoint, stream: Stream) -> None:
         """End a dialled stream when the payload that is being sent on it has been sent. Another
-        stream must exist."""
+        stream must exist.
+        """
         self.outgoing[other].remove(stream)
         self._watching.pop(stream).cancel()
         self._ending.append(stream)
@@ -222,7 +228,8 @@ class StreamGroup:
 
     def _break(self, other: Endpoint, stream: Stream, error: ConnectionError) -> None:
         """Handle a dialled stream that has broken: replace it if possible, otherwise give up on
-        the endpoint."""
+        the endpoint.
+        """
         lost = PeerLost(other.island, str(error))
         if other not in self.redial.outgoing or isinstance(error, ConnectionRefusedError) or self._is_closed:
             self.lose(other, lost)
@@ -247,7 +254,8 @@ class StreamGroup:
 
     async def _expect(self, source: Endpoint, stream: Stream, lost: PeerLost) -> None:
         """Wait for the stream that replaces a broken one, or give up on its source if none
-        comes."""
+        comes.
+        """
         stream.close()
         self._incoming[source].remove(stream)
         await self._changed.wait_until(
@@ -259,7 +267,8 @@ class StreamGroup:
 
     def _is_new(self, source: Endpoint, tag: Tag) -> bool:
         """Return whether no payload with this tag has come from the source, and remember the
-        tag."""
+        tag.
+        """
         had, newest = self._had[source], self._newest.get(source, 0)
         if tag in had:
             return False
@@ -271,7 +280,8 @@ class StreamGroup:
 
     def _give_up(self, concerns: Callable[[Endpoint, Stream], bool]) -> None:
         """Mark unacknowledged payloads to these endpoints and on these streams as not delivered,
-        so that they are sent again or fail."""
+        so that they are sent again or fail.
+        """
         for (endpoint, _), (stream, answer) in list(self._unanswered.items()):
             if concerns(endpoint, stream):
                 _settle(answer, is_there=False)

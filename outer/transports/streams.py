@@ -53,7 +53,8 @@ class StreamTransport(ABC):
     @abstractmethod
     def _identify(self, other: Endpoint, address: str) -> str:
         """Return the identity that an endpoint with this address must prove. Raises PeerLost if
-        the address is malformed."""
+        the address is malformed.
+        """
 
     @abstractmethod
     def _proved(self, stream: Stream) -> str:
@@ -62,17 +63,20 @@ class StreamTransport(ABC):
     @abstractmethod
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
         """Return the numbers of streams between two endpoints of a group: to dial, to wait for,
-        and the most to accept."""
+        and the most to accept.
+        """
 
     def _has_spare_route(self, address: str) -> bool:
         """Return whether a stream to this address may be replaced by another route when it
-        breaks."""
+        breaks.
+        """
         return False
 
     @abstractmethod
     async def _open(self, other: Endpoint, address: str) -> Stream:
         """Open a stream to an endpoint. Raises PeerLost and MessageError. The caller limits the
-        time."""
+        time.
+        """
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
@@ -171,7 +175,8 @@ class StreamTransport(ABC):
 
     async def _match(self, stream: Stream, guest: Guest) -> tuple[StreamGroup, Endpoint]:
         """Wait for the group of an incoming stream, whose dialer may join before this endpoint.
-        Return the group and the dialer."""
+        Return the group and the dialer.
+        """
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 source, epoch = await read_hello(stream, self._me, self._auth)

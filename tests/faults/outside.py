@@ -33,7 +33,8 @@ WAIT_SECONDS = 120.0
 @dataclass(frozen=True)
 class OutsideSettings:
     """A run. The islands' own settings are as in a config; `is_apart` gives each a network namespace, a disk and a
-    /dev/shm of its own (root)."""
+    /dev/shm of its own (root).
+    """
 
     transport: str
     num_faults: int

@@ -1,5 +1,6 @@
 """Resolve the file of an experiment to its rows, with the exact config of each row. Does not import
-torch."""
+torch.
+"""
 
 import copy
 import itertools
@@ -43,7 +44,8 @@ def build_rows(experiment: Experiment) -> Rows:
 
 def add_row(rows: dict[str, Row], row: Row) -> Row:
     """Add a row under its id. If a row with this id exists already, the result has the seeds of
-    both."""
+    both.
+    """
     known = rows.get(row.row_id, row)
     rows[row.row_id] = replace(known, seeds=tuple(sorted({*known.seeds, *row.seeds})))
     return known
@@ -134,7 +136,8 @@ def count_params(config: Config, where: str) -> int:
 
 def count_steps(config: Config, settings: RowSettings, num_params: int, where: str) -> int:
     """Return the inner steps of the whole run. Raises ConfigError if they are no multiple of the
-    row's inner_steps."""
+    row's inner_steps.
+    """
     tokens = settings.tokens
     if settings.tokens_per_param is not None:
         tokens = settings.tokens_per_param * num_params
@@ -153,7 +156,8 @@ def count_steps(config: Config, settings: RowSettings, num_params: int, where: s
 
 def fit_rounds(config: Config, total_steps: int, settings: RowSettings, where: str) -> Config:
     """Return the config with the rounds that make `total_steps`, evaluated `settings.evaluations`
-    times if possible."""
+    times if possible.
+    """
     rounds = max(total_steps // config.outer.inner_steps, 1)
     every = max(round(rounds / settings.evaluations), 1)
     return config.model_copy(
@@ -177,7 +181,8 @@ def fit_saves(config: Config) -> Config:
 
 def fit_micro_batch(config: Config) -> Config:
     """Return the config with the largest micro-batch that divides an island's sequences per step
-    and the configured one."""
+    and the configured one.
+    """
     sequences = config.optimizer.tokens_per_step // config.data.seq_len
     micro_batch = math.gcd(config.island.micro_batch, max(sequences, 1))
     return config.model_copy(

@@ -1,5 +1,6 @@
 """Name the method that a config uses, and turn a config of islands into data-parallel training.
-Imports no torch."""
+Imports no torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,8 @@ params."""
 
 def name_method(config: Config, *, is_data_parallel: bool) -> str:
     """Return the method in words: outer optimizer, inner steps, islands, codec, and all else that
-    is not the default."""
+    is not the default.
+    """
     optimizer, outer, islands = config.optimizer, config.outer, len(config.islands)
     inner = INNER_NAMES.get(optimizer.name, optimizer.name)
     if optimizer.muon_row_beta is not None:
@@ -37,7 +39,8 @@ def name_method(config: Config, *, is_data_parallel: bool) -> str:
 
 def name_outer_step(outer: OuterConfig) -> str:
     """Return the name of the outer optimizer: `Nesterov 0.7/0.9` has learning rate 0.7 and momentum
-    0.9."""
+    0.9.
+    """
     if outer.gossip is not None:
         gossip = outer.gossip
         return f"gossip of {gossip.group} {gossip.lr:g}/{gossip.momentum:g}, pull {gossip.pull:g}"

@@ -1,5 +1,6 @@
 """The rows of an experiment and their runs: their labels, and the hash that identifies a run.
-Imports no torch."""
+Imports no torch.
+"""
 
 import hashlib
 import json
@@ -61,7 +62,8 @@ class Row:
 
     def value(self, key: str) -> Any:
         """Return the row's value of a key of its point, or of `params`; None if the row has no such
-        value."""
+        value.
+        """
         return self.num_params if key == "params" else self.point.get(key)
 
 
@@ -153,7 +155,8 @@ def short(value: Any) -> str:
 
 def select(rows: Iterable[Row], wanted: list[str]) -> list[Row]:
     """Return the rows with a wanted number (from 1) or label part; all rows if `wanted` is empty.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     rows = list(rows)
     chosen: list[Row] = []
     for text in wanted:

@@ -142,7 +142,8 @@ class Experiment(Section):
 
 def load_experiment(path: Path) -> Experiment:
     """Load an experiment's file and all configs that it names into one object. Raises
-    ConfigError."""
+    ConfigError.
+    """
     values = load_yaml(path)
     values["base"] = _inline(values.get("base"), path)
     for key in {"overrides", "baseline"} & values.keys():

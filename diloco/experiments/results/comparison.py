@@ -11,7 +11,8 @@ CONFIDENCE = 0.95
 @dataclass(frozen=True)
 class Estimate:
     """A mean over seeds. `half_width`: half the width of its confidence interval; None with one
-    seed."""
+    seed.
+    """
 
     mean: float
     half_width: float | None
@@ -49,7 +50,8 @@ def spread(values: Sequence[float]) -> float | None:
 
 def student_t(confidence: float, degrees: int) -> float:
     """Return the t with P(|T| < t) = confidence, for Student's T with `degrees` degrees of freedom:
-    4.303 for 0.95 and 2."""
+    4.303 for 0.95 and 2.
+    """
     low, high = 0.0, 1.0
     while central_probability(high, degrees) < confidence:
         high *= 2

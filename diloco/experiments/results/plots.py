@@ -25,7 +25,8 @@ RATIO_OF_LOG = 8.0
 @dataclass(frozen=True)
 class Abscissa:
     """The horizontal axis of a plot: `value` gives the value of a line when `share` of its run is
-    done."""
+    done.
+    """
 
     stem: str
     title: str
@@ -65,7 +66,8 @@ def write_plots(lines: Sequence[TableLine], folder: Path, against: str | None, l
 
 def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size: str, link: str) -> bool:
     """Draw the losses of rows with one model size. Return False, and draw nothing, if no row has a
-    value on the axis."""
+    value on the axis.
+    """
     drawn = [(line, points) for line in lines if (points := curve_points(line, abscissa))]
     if not drawn:
         return False
@@ -100,7 +102,8 @@ def fit_axis(axes: Axes, ends: Sequence[float], text: Callable[[float], str]) ->
 
 def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
     """Draw last losses against a key, with bars from the best to the worst seed. Return False if no
-    row has a number."""
+    row has a number.
+    """
     level = [line for line in lines if is_level(line.row, key)]
     groups: dict[str, list[TableLine]] = {}
     for line in lines:
@@ -125,7 +128,8 @@ def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
 
 def draw_group(axes: Axes, members: Sequence[TableLine], key: str, index: int) -> None:
     """Draw the rows that differ only in the key. Their name is the longest label, without the key's
-    value."""
+    value.
+    """
     values, means = [line.row.value(key) for line in members], [line.loss for line in members]
     bars = [[abs(end(line.losses.values()) - line.loss) for line in members] for end in (min, max)]
     name = max((name_without(line.row, key) for line in members), key=len)
@@ -134,7 +138,8 @@ def draw_group(axes: Axes, members: Sequence[TableLine], key: str, index: int) -
 
 def is_level(row: Row, key: str) -> bool:
     """Return whether the row does not depend on the key: data-parallel training has neither islands
-    nor rounds."""
+    nor rounds.
+    """
     return row.is_data_parallel and (key == "islands" or key.startswith("outer."))
 
 

@@ -1,5 +1,6 @@
 """The result of a finished run: its held-out losses and the bytes that it has sent. Does not import
-torch."""
+torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def measure_run(run_dir: Path, run: Run, *, core_seconds: float, steps_timed: in
 
 def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list[tuple[int, float]]:
     """Return (tokens, loss) of each evaluation, averaged over islands. A resumed run has evaluated
-    some rounds twice."""
+    some rounds twice.
+    """
     by_cycle: dict[int, dict[str, float]] = {}
     for island in islands:
         for record in island.evals:
@@ -64,7 +66,8 @@ def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list
 
 def count_sent(island: IslandRecords) -> int:
     """Return the bytes that the island sent in committed rounds. Of a round repeated after a stop,
-    the last one counts."""
+    the last one counts.
+    """
     return sum({record.round: record.bytes_sent for record in island.rounds if record.committed}.values())
 
 
@@ -83,7 +86,8 @@ def write_result(run_dir: Path, result: RunResult) -> None:
 
 def read_result(run_dir: Path) -> RunResult | None:
     """Return the result of a finished run; None if it is not finished. Raises InputError if the
-    file is damaged."""
+    file is damaged.
+    """
     path = run_dir / FINISHED
     try:
         return _PARSER.validate_json(path.read_bytes())

@@ -26,7 +26,8 @@ def write_summary(
     notes: Sequence[str],
 ) -> None:
     """Write both files. `notes`: lines for the summary, about missing runs and how the time was
-    simulated."""
+    simulated.
+    """
     text = [f"# {experiment.name}", "", *([experiment.about.strip(), ""] if experiment.about else [])]
     text += [*markdown_table(lines), "", explain_table(experiment, rows), "", *(f"- {note}" for note in notes), ""]
     text += [f"![{name}](plots/{name})\n" for name in plots]

@@ -41,7 +41,8 @@ class TableLine:
 
 def build_table(rows: Rows, results: Results, step_seconds: Mapping[str, float], num_machines: int) -> list[TableLine]:
     """Return a line for each row with a finished run. `step_seconds`: simulated seconds per step,
-    by the row's id."""
+    by the row's id.
+    """
     return [
         build_line(row, rows.baselines.get(row.row_id), results, step_seconds[row.row_id], num_machines)
         for row in rows.rows

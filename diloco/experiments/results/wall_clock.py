@@ -23,7 +23,8 @@ no links."""
 @dataclass(frozen=True)
 class Machines:
     """The machines of the simulated run: one for each island, and a given number for data-parallel
-    training."""
+    training.
+    """
 
     num_machines: int
     link: LinkSpeed
@@ -52,7 +53,8 @@ def seconds_per_step(row: Row, step_seconds: float, machines: Machines) -> float
 
 def all_reduce_seconds(row: Row, machines: Machines) -> float:
     """Return the seconds of a ring all-reduce of bf16 gradients: 2 (N - 1) messages of 1/N of their
-    size, one by one."""
+    size, one by one.
+    """
     others = machines.num_machines - 1
     if others == 0:
         return 0.0

@@ -1,5 +1,6 @@
 """The optimizers of the user's own loop, and AdamW's moments, which islands average with
-`outer.moments`."""
+`outer.moments`.
+"""
 
 from collections.abc import Sequence
 

@@ -33,7 +33,8 @@ def trained_params(model: nn.Module) -> LocalParams:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, torch.compile and Fabric. Raises
-    ConfigError for FSDP1."""
+    ConfigError for FSDP1.
+    """
     while True:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
@@ -74,7 +75,8 @@ def is_shard_past_rows(placement: object) -> bool:
 
 def describe(specs: Sequence[ParamSpec]) -> str:
     """Return one line that differs between models whose trained parameters differ in names, shapes
-    or order."""
+    or order.
+    """
     text = json.dumps([(spec.name, spec.shape) for spec in specs])
     elements = sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in specs)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

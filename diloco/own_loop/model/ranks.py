@@ -42,7 +42,8 @@ def find_ranks() -> RankGroup:
 
 def check_same(ranks: RankGroup, value: str, what: str) -> None:
     """Raise ConfigError on every rank if a value is not the same on all of them. Every rank must
-    call it."""
+    call it.
+    """
     found = ranks.gather(value)
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -52,7 +53,8 @@ def check_same(ranks: RankGroup, value: str, what: str) -> None:
 
 def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:
     """Return the tokens of a step over all ranks. Raises ValueError if they are invalid. `most`
-    None: no upper limit."""
+    None: no upper limit.
+    """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
     total = sum(ranks.gather(tokens))

@@ -13,7 +13,8 @@ NAMED = 4
 
 class ParamsWatch:
     """Compares a model's present parameters with its earlier ones, because islands would not notice
-    new parameters."""
+    new parameters.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,7 +42,8 @@ class ParamsWatch:
 
     def changes(self) -> list[str]:
         """Return one phrase for each parameter that differs. A parameter that was frozen since is
-        still averaged, so it is no change."""
+        still averaged, so it is no change.
+        """
         now = params_of(self._model)
         changes = []
         for name, param in now.items():
@@ -58,7 +60,8 @@ class ParamsWatch:
 
 def params_of(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters by their names in the innermost module. With FSDP2 they are the
-    shards."""
+    shards.
+    """
     inner = unwrap(model)
     for module in inner.modules():
         if isinstance(module, FSDPModule):

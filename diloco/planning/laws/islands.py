@@ -23,7 +23,8 @@ islands."""
 
 def diloco_loss(params: float, islands: int) -> float:
     """Return DiLoCo's loss at 20 tokens per parameter, by the fit for `islands` islands or else by
-    the joint fit."""
+    the joint fit.
+    """
     if islands in ISLANDS_LOSS:
         return _power(ISLANDS_LOSS[islands], params)
     return _power(JOINT_LOSS, params, islands)
@@ -31,25 +32,29 @@ def diloco_loss(params: float, islands: int) -> float:
 
 def loss_gap(params: float, islands: int) -> float:
     """Return the difference of DiLoCo's loss from that of data-parallel training by the fits: 0.01
-    is 1 % worse."""
+    is 1 % worse.
+    """
     return diloco_loss(params, islands) / _power(DATA_PARALLEL_LOSS, params) - 1
 
 
 def best_lr(params: float, islands: int | None) -> float:
     """Return the best peak learning rate of the inner AdamW; for data-parallel training if
-    `islands` is None."""
+    `islands` is None.
+    """
     return _power(DATA_PARALLEL_LR, params) if islands is None else _power(JOINT_LR, params, islands)
 
 
 def best_batch(params: float, islands: int | None) -> float:
     """Return the best tokens per step of all islands together; for data-parallel training if
-    `islands` is None."""
+    `islands` is None.
+    """
     return _power(DATA_PARALLEL_BATCH, params) if islands is None else _power(JOINT_BATCH, params, islands)
 
 
 def is_extrapolated(params: float) -> bool:
     """Return whether the model is smaller or larger than all models to which 2503.09799 fits its
-    laws."""
+    laws.
+    """
     return not FITTED_PARAMS[0] <= params <= FITTED_PARAMS[1]
 
 

@@ -1,5 +1,6 @@
 """What the scaling laws and our own runs say about a run: its size, batch, learning rate, loss,
-time and energy."""
+time and energy.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

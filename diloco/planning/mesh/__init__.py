@@ -1,2 +1,3 @@
 """`diloco mesh`: show the ranks of an island, their traffic, memory and time, before anything
-runs."""
+runs.
+"""

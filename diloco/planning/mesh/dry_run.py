@@ -101,7 +101,8 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
 
 def rehearse_apart(case: Rehearsal) -> RehearsalResult:
     """Rehearse in another process. Raises ConfigError with its output if it fails or takes longer
-    than LIMIT_SECONDS."""
+    than LIMIT_SECONDS.
+    """
     command = [sys.executable, "-m", "inner.dry_run"]
     body = TypeAdapter(Rehearsal).dump_json(case)
     try:

@@ -1,5 +1,6 @@
 """Data sheets of common GPUs and fabrics, for plans: nothing here was measured. Does not import
-torch."""
+torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,13 +80,15 @@ def find_gpu(name: str) -> Gpu:
 
 def find_sheet(device_name: str) -> Gpu | None:
     """Return the data sheet of the GPU that the driver calls `device_name`; None if GPUS has
-    none."""
+    none.
+    """
     return next((gpu for gpu in GPUS.values() if device_name in gpu.names), None)
 
 
 def find_fabric(name: str) -> float:
     """Return the bytes per second and direction of the fabric. Raises ConfigError that lists the
-    known names."""
+    known names.
+    """
     return _find(name, FABRICS, "fabric")
 
 

@@ -1,5 +1,6 @@
 """Memory that a rank needs on its machine's host: what it certainly holds, and what may come on
-top."""
+top.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ gossip."""
 @dataclass(frozen=True)
 class HostMemory:
     """Bytes on the host of an average rank of an island, by purpose. The data's files are mapped
-    and not counted."""
+    and not counted.
+    """
 
     certain: dict[str, float]
     """Held at the same time once the first round is committed: a lower bound."""

@@ -97,7 +97,8 @@ def print_memory(island: IslandConfig, plan: StepPlan, console: Console) -> None
 
 def print_verdict(plan: StepPlan, limit: int, console: Console) -> bool:
     """Print whether a step fits into `limit` bytes, and what to set if it does not. Return whether
-    it fits."""
+    it fits.
+    """
     fits = max(each.peak for each in plan.memory) <= limit
     text = advice(plan.work, plan.optimizer, limit, plan.device_type)
     console.print()
@@ -141,7 +142,8 @@ def print_section(console: Console, name: str, content: str | Table) -> None:
 
 def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
     """Return a title with the key figures of the pipeline's schedule, and a drawing of the
-    schedule."""
+    schedule.
+    """
     work, simulation = plan.work, plan.simulation
     schedule, pp = work.parallel.schedule, work.degrees.pp
     name = (
@@ -188,7 +190,8 @@ def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
 
 def memory_table(plan: StepPlan, width: int) -> Table:
     """Return a table of layers, micro-batches in flight and bytes, with as many pp coordinates as
-    fit into `width`."""
+    fit into `width`.
+    """
     rows = memory_rows(plan)
     label_width = max(len(label) for label, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
@@ -215,7 +218,8 @@ def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
 
 def _layers(stages: Sequence[Stage]) -> str:
     """Return `embed 0-1` for the first stage, `14-15 head` for the last; commas separate several
-    stages."""
+    stages.
+    """
     texts = []
     for stage in stages:
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])

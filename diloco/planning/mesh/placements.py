@@ -27,7 +27,8 @@ WIDEST = 400
 
 def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console: Console) -> bool:
     """Build the model as it is placed on the mesh, and print what the first rank of each pp
-    coordinate holds of it."""
+    coordinate holds of it.
+    """
     work = plan.work
     with console.status("building the model without memory"):
         placed = find_placements(work.sizes, work.degrees, island.parallel, work.seq_len)
@@ -45,7 +46,8 @@ def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console:
 
 def _lie(placed: Sequence[PlacedParam]) -> Table:
     """Return a table with a row for each parameter. Layers with equal placements share a row, with
-    the bytes of all."""
+    the bytes of all.
+    """
     axes = ("dp_shard x cp" if axis == FSDP_AXIS else axis for axis, _ in placed[0].cuts)
     table = plain_table(("parameter", "layers", "shape", "pp", *axes, "held", "dtype"), ("bytes",))
     for alike in _alike(placed):
@@ -68,7 +70,8 @@ def _lie(placed: Sequence[PlacedParam]) -> Table:
 
 def _alike(placed: Sequence[PlacedParam]) -> list[list[PlacedParam]]:
     """Return runs of parameters of consecutive layers that differ in nothing but the number of the
-    layer."""
+    layer.
+    """
     runs: list[list[PlacedParam]] = []
     newest: dict[PlacedParam, list[PlacedParam]] = {}
     for each in placed:

@@ -1,5 +1,6 @@
 """Show the positions of an island's ranks on its mesh, and their groups, as plain text. Does not
-import torch."""
+import torch.
+"""
 
 from collections.abc import Sequence
 from itertools import product
@@ -27,7 +28,8 @@ def rank_groups(degrees: Degrees, *axes: str) -> list[list[int]]:
 
 def rank_text(ranks: Sequence[int]) -> str:
     """Return `0-7` for consecutive ranks, otherwise `0 2 4 6`, or `0 16 .. 240` for more than four
-    ranks."""
+    ranks.
+    """
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 4:
@@ -37,7 +39,8 @@ def rank_text(ranks: Sequence[int]) -> str:
 
 def groups_text(groups: Sequence[Sequence[int]], width: int) -> str:
     """Return as many of the first groups as fit into `width`, followed by `...` if groups are left
-    out."""
+    out.
+    """
     texts = [rank_text(group) for group in groups]
     for count in range(len(texts), 0, -1):
         text = " | ".join(texts[:count] + ["..."] * (count < len(texts)))
@@ -48,7 +51,8 @@ def groups_text(groups: Sequence[Sequence[int]], width: int) -> str:
 
 def select_shown(count: int, most: int) -> list[int | None]:
     """Return the indices of at most `most` of `count` items to show: the first, None for omitted
-    items, and the last."""
+    items, and the last.
+    """
     if count <= most:
         return list(range(count))
     return [*range(max(1, most - 2)), None, count - 1]
@@ -73,7 +77,8 @@ def grids(degrees: Degrees, width: int) -> list[str]:
 
 def _grid(degrees: Degrees, axes: list[str], width: int, title: str, most: int) -> list[str]:
     """Return a grid of the ranks at coordinate 0 of all slower axes: the last of `axes` across, the
-    others down."""
+    others down.
+    """
     size = _stride(degrees, axes[-1]) if axes else degrees.num_ranks
     down, across = axes[:-1], axes[-1:]
     places: list[MeshCoordinates | None] = list(product(*(range(getattr(degrees, axis)) for axis in down)))
@@ -108,7 +113,8 @@ def _stride(degrees: Degrees, axis: str) -> int:
 
 def _labels(down: list[str], across: list[str], places: list[MeshCoordinates | None]) -> list[str]:
     """Return the labels of the header and of each row, padded to one length. A coordinate is shown
-    where it changes."""
+    where it changes.
+    """
     widths = [max(len(f"{axis} {place[index]}") for place in places if place) for index, axis in enumerate(down)]
     labels = []
     before: MeshCoordinates | None = None

@@ -22,7 +22,8 @@ class MeshRequest:
 
 def find_requested_hardware(request: MeshRequest) -> Hardware | None:
     """Return the GPUs of --gpu with the links of --fabric; None without --gpu. Raises
-    ConfigError."""
+    ConfigError.
+    """
     if request.gpu is None:
         if request.fabric is not None:
             raise ConfigError(
@@ -34,7 +35,8 @@ def find_requested_hardware(request: MeshRequest) -> Hardware | None:
 
 def find_limit(request: MeshRequest, hardware: Hardware | None) -> int | None:
     """Return the bytes that a step may take: --memory, or else the GPU's; None if neither is given.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     if request.memory is not None:
         return parse_bytes(request.memory)
     return None if hardware is None else int(hardware.gpu.memory_bytes)

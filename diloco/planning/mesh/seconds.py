@@ -1,5 +1,6 @@
 """Seconds of an inner step on GPUs of a known kind, from their makers' data sheets: for `diloco
-mesh --gpu`."""
+mesh --gpu`.
+"""
 
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ def find_hardware(gpu: str, fabric: str | None) -> Hardware:
 
 def compute_seconds(work: Workload, tokens_per_step: int, flops: float) -> float:
     """Return the seconds of a step's operations at MFU of each rank's peak `flops`. Recomputation
-    is not included."""
+    is not included.
+    """
     total = flops_per_token(work.sizes, work.seq_len).total * tokens_per_step
     return total / (work.degrees.num_ranks * flops * MFU)
 
@@ -47,7 +49,8 @@ def spans_nodes(line: TrafficLine) -> bool:
 
 def seconds_table(work: Workload, tokens_per_step: int, hardware: Hardware) -> Table:
     """Return a table of the time for computing, and for each axis's traffic alone at the full rate
-    of its link."""
+    of its link.
+    """
     gpu = hardware.gpu
     table = plain_table(("what", "by"), ("seconds",))
     rate = f"{MFU:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s per rank"

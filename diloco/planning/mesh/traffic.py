@@ -1,5 +1,6 @@
 """The table of an inner step's traffic between an island's ranks, by mesh axis. Imports torch only
-for pp > 1."""
+for pp > 1.
+"""
 
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ class TrafficLine(NamedTuple):
 
 def traffic_table(work: Workload, width: int) -> Table:
     """Return a table of each axis, its groups of ranks, and what a rank sends within its group in
-    one inner step."""
+    one inner step.
+    """
     lines = traffic_lines(work)
     cells = [_cells(line, before) for line, before in zip(lines, [None, *lines], strict=False)]
     lengths = [max(map(len, column)) for column in zip(HEADS, *cells, strict=True)]
@@ -52,7 +54,8 @@ def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
 
 def traffic_lines(work: Workload) -> list[TrafficLine]:
     """Return the traffic in the order of the axes. Each figure is for the pp coordinate that sends
-    most."""
+    most.
+    """
     sent = _most_sent(work)
     lines = []
     for name, members in _groups(work).items():
@@ -64,7 +67,8 @@ def traffic_lines(work: Workload) -> list[TrafficLine]:
 
 def _groups(work: Workload) -> dict[str, list[list[int]]]:
     """Return the groups of ranks that communicate, by axis or by combined axes of more than one
-    rank."""
+    rank.
+    """
     degrees = work.degrees
     combinations: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     if degrees.dp_shard > 1 and degrees.cp > 1:
@@ -102,7 +106,8 @@ def _axis(row: TrafficRow, degrees: Degrees) -> str:
 
 def _what(row: TrafficRow, work: Workload) -> str:
     """Return the kind of traffic. Gradients of activations, keys and values are counted with the
-    values themselves."""
+    values themselves.
+    """
     if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
         return "Muon's matrices"
     if row.axis == "dp_replicate" and row.op == "all_gather":
@@ -118,7 +123,8 @@ def _what(row: TrafficRow, work: Workload) -> str:
 
 def _cells(line: TrafficLine, before: TrafficLine | None) -> tuple[str, ...]:
     """Return the cells of a table row, without its ranks. The axis is left out if the row before
-    has the same axis."""
+    has the same axis.
+    """
     is_new = before is None or before.axis != line.axis
     names = (line.axis, f"{len(line.groups)} x {len(line.groups[0])}") if is_new else ("", "")
     calls, sent = (str(line.calls), human_bytes(line.sent_bytes)) if line.calls else ("", "")

@@ -32,7 +32,8 @@ def choose_device(setting: DeviceSetting, local_rank: int, num_local_ranks: int,
 
 def explain_cpu(setting: DeviceSetting, num_local_ranks: int, num_gpus: int) -> str | None:
     """Return why `auto` chose the CPU, in one line; None if the config names a device or there are
-    enough GPUs."""
+    enough GPUs.
+    """
     if setting != "auto" or num_gpus >= num_local_ranks:
         return None
     if num_gpus == 0:
@@ -49,7 +50,8 @@ def _fewer_ranks(num_gpus: int) -> str:
 
 def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
     """Return the island with a dtype that its GPU supports. Raises ConfigError if it asks for bf16
-    and the GPU has none."""
+    and the GPU has none.
+    """
     if card.has_bfloat16 or island.compute_dtype == "float32":
         return island
     if island.compute_dtype == "bfloat16":
@@ -62,7 +64,8 @@ def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
 
 def check_device(island: IslandConfig) -> None:
     """Raise ConfigError if the island's ranks, all on this machine, cannot compute as its config
-    requires."""
+    requires.
+    """
     if island.device == "cpu" or (island.device == "auto" and island.compute_dtype != "bfloat16"):
         return
     if choose_device(island.device, 0, island.ranks, len(list_gpus())) != "cpu":

@@ -1,5 +1,6 @@
 """Find the GPUs that torch may use on this machine, or why there are none. Importing this does not
-import torch."""
+import torch.
+"""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ such a driver."""
 
 def list_gpus() -> list[str]:
     """Return the GPUs that torch may use, as CUDA_VISIBLE_DEVICES names them. Initialises none of
-    them."""
+    them.
+    """
     visible = os.environ.get(VISIBLE)
     if visible == "" or not has_driver():
         return []
@@ -32,14 +34,16 @@ def list_gpus() -> list[str]:
 
 def list_cards() -> tuple[Card, ...]:
     """Return what NVIDIA's driver reports about the GPUs of list_gpus; empty for GPUs of other
-    makers."""
+    makers.
+    """
     driver = ask_cuda_driver() if os.environ.get(VISIBLE) != "" and has_driver() else None
     return driver.cards if driver is not None else ()
 
 
 def find_obstacle() -> str:
     """Return why torch cannot use any of this machine's GPUs, as part of a sentence; empty without
-    a driver."""
+    a driver.
+    """
     if not has_driver():
         return ""
     import torch
@@ -50,7 +54,8 @@ def find_obstacle() -> str:
 
 def explain_obstacle(visible: str | None, build: tuple[str, str | None], driver_problem: str) -> str:
     """Return the obstacle. `visible`: value of CUDA_VISIBLE_DEVICES; `build`: torch and the version
-    of CUDA it needs."""
+    of CUDA it needs.
+    """
     torch_version, cuda = build
     if cuda is None:
         return f"{torch_version} is built for the CPU only; install a build for CUDA"
@@ -63,7 +68,8 @@ def explain_obstacle(visible: str | None, build: tuple[str, str | None], driver_
 
 def describe_gpus(num_gpus: int) -> str:
     """Return the number of GPUs as text, with the reason if there is a driver and torch can use no
-    GPU."""
+    GPU.
+    """
     obstacle = "" if num_gpus else find_obstacle()
     return f"{num_gpus} GPUs ({obstacle})" if obstacle else f"{num_gpus} GPUs"
 

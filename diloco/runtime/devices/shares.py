@@ -18,7 +18,8 @@ from diloco.runtime.devices.gpus import SHARERS, VISIBLE, describe_gpus
 @dataclass
 class GpuShares:
     """The GPUs of one machine, as CUDA_VISIBLE_DEVICES names them: the GPUs of each island by its
-    index, and the spare."""
+    index, and the spare.
+    """
 
     by_island: dict[int, tuple[str, ...]] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
@@ -30,7 +31,8 @@ class GpuShares:
 
     def count_sharers(self, index: int) -> int:
         """Return the number of islands that have this island's first GPU; 0 if the island has
-        none."""
+        none.
+        """
         gpus = self.by_island[index]
         return self._count_islands()[gpus[0]] if gpus else 0
 
@@ -51,7 +53,8 @@ class GpuShares:
 
     def environment(self, index: int | str) -> dict[str, str]:
         """Return the environment in which an island's processes see only its GPUs, numbered from 0.
-        Other processes see all."""
+        Other processes see all.
+        """
         if not isinstance(index, int) or index not in self.by_island:
             return {}
         shown, sharers = {VISIBLE: ",".join(self.by_island[index])}, self.count_sharers(index)
@@ -59,7 +62,8 @@ class GpuShares:
 
     def _count_islands(self) -> Counter[str]:
         """Return the number of islands that have each GPU, for GPUs that at least one island
-        has."""
+        has.
+        """
         return Counter(gpu for gpus in self.by_island.values() for gpu in gpus)
 
     def _may_share(self, island: IslandConfig) -> bool:
@@ -88,7 +92,8 @@ def share_gpus(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShare
 
 def _give(islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence[str]) -> GpuShares | None:
     """Give GPUs to the islands with indices `asking` and none to the others. Return None if that is
-    not possible."""
+    not possible.
+    """
     shares = GpuShares(dict.fromkeys(range(len(islands)), ()), tuple(gpus))
     if sum(islands[index].ranks for index in asking) <= len(gpus):
         for index in asking:
@@ -104,14 +109,16 @@ def _give(islands: Sequence[IslandConfig], asking: Sequence[int], gpus: Sequence
 
 def share_first_gpu(islands: Sequence[IslandConfig], gpus: Sequence[str]) -> GpuShares:
     """Return the shares of islands in one process, which all get the same device. Raises
-    ConfigError as choose_device."""
+    ConfigError as choose_device.
+    """
     device = choose_device(islands[0].device, 0, 1, len(gpus))
     return GpuShares(dict.fromkeys(range(len(islands)), () if device == "cpu" else (gpus[0],)))
 
 
 def check_shares(islands: Sequence[IslandConfig], shares: GpuShares, cards: Mapping[str, Card]) -> None:
     """Raise ConfigError if an island cannot use its GPU. `cards`: the known GPUs, by the names in
-    `shares`."""
+    `shares`.
+    """
     for index, island in enumerate(islands):
         for gpu in shares.by_island[index]:
             if gpu in cards:

@@ -58,7 +58,8 @@ MAX_ISLANDS = 1024
 
 class Collector:
     """Collects the records of one run. `start` returns once its folder holds records; `close` ends
-    the visit."""
+    the visit.
+    """
 
     def __init__(self, address: str, overrides: Sequence[str], run_name: str | None, folder: Path) -> None:
         """Create a collector that writes to `folder`/RUN_NAME.
@@ -79,7 +80,8 @@ class Collector:
 
     def start(self) -> Path:
         """Visit the swarm and return the run's folder. Raises ConfigError or OuterError if no
-        records can be collected."""
+        records can be collected.
+        """
         info = self._loop.run(self._find_run())
         self.run = parse_swarm_config(info.config_text)
         self.folder = self._parent / self.run.name

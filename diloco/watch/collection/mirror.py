@@ -48,7 +48,8 @@ class Mirror:
 
     def add(self, page: RecordsPage) -> None:
         """Append the records of a page, which answers `request`. Raises OSError if the disk is
-        full."""
+        full.
+        """
         if not page.journal:
             return
         lines, now = page.lines.split("\n")[:-1], time.time()
@@ -62,7 +63,8 @@ class Mirror:
 
     def note_presence(self, *, answers: bool, text: str) -> None:
         """Write to presence.jsonl whether the island answers, and if not why, unless the last line
-        says the same."""
+        says the same.
+        """
         if (answers, text) != self._last_presence:
             self._last_presence = answers, text
             with (self.folder / PRESENCE).open("a") as file:
@@ -70,7 +72,8 @@ class Mirror:
 
     def note_machine(self, status: IslandStatus) -> None:
         """Write the island's hardware and versions to environment.json, in the form of the island's
-        own file."""
+        own file.
+        """
         versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
         values = {"processor": f"{status.hardware} on {status.host}, {versions}"}
         write_atomically(self.folder / ENVIRONMENT, json.dumps(values) + "\n")
@@ -78,7 +81,8 @@ class Mirror:
 
 def read_request(path: Path) -> RecordsRequest:
     """Return the request that an earlier watcher would have sent next; the first request if there
-    was none."""
+    was none.
+    """
     with suppress(OSError, MessageError):
         return parse(RecordsRequest, path.read_bytes())
     return RecordsRequest(journal="", offset=0)

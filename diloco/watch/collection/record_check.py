@@ -18,7 +18,8 @@ every time axis."""
 
 def check_record(line: str, now: float) -> Record | None:
     """Return the record in a line from a peer; None if it is invalid or cannot be from before the
-    unix time `now`."""
+    unix time `now`.
+    """
     try:
         record = parse_record(line.encode())
     except (ValidationError, ValueError):
@@ -36,7 +37,8 @@ def check_record(line: str, now: float) -> Record | None:
 
 def is_bounded(value: object) -> bool:
     """Return whether a record's field has at most the length and size of an honest field, and no
-    number is inf or nan."""
+    number is inf or nan.
+    """
     if isinstance(value, dict):
         return all(map(is_bounded, value.values()))
     if isinstance(value, list | tuple):
@@ -50,5 +52,6 @@ def is_bounded(value: object) -> bool:
 
 def are_names(names: Sequence[str]) -> bool:
     """Return whether a list has at most as many names as a run may have islands or sources, each of
-    allowed length."""
+    allowed length.
+    """
     return len(names) <= MAX_NAMES and all(len(name) <= MAX_NAME for name in names)

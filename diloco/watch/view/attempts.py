@@ -23,7 +23,8 @@ class Attempt:
     @property
     def digests(self) -> set[str]:
         """Digests of the states that islands committed. More than one means that something is
-        wrong."""
+        wrong.
+        """
         return {row[10] for row in self.rows.values() if row[3]}
 
     @property
@@ -34,7 +35,8 @@ class Attempt:
     @property
     def notes(self) -> list[str]:
         """Number of signatures of the state, audits, left-out parts, norm of the mean, and cosines
-        with the mean."""
+        with the mean.
+        """
         rows, left_out = self.rows.values(), dict[str, int]()
         for row in rows:
             for name, count in row[18].items():
@@ -52,7 +54,8 @@ class Attempt:
     @property
     def last_to_come(self) -> str:
         """The island that waited least, with the time that the others waited for it; empty if that
-        is short."""
+        is short.
+        """
         waits = sorted((row[4], name) for name, row in self.rows.items())
         late = waits[-1][0] - waits[0][0]
         return f"{waits[0][1]} ({human_seconds(late)})" if late > LATE_SECONDS else ""
@@ -70,7 +73,8 @@ def find_attempts(view: RunView, most: int) -> list[Attempt]:
 
 def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
     """Yield a line for each island whose ranks waited for one rank in the last round, with what
-    that rank did."""
+    that rank did.
+    """
     for name, island in islands.items():
         if not island.rows["ranks"]:
             continue
@@ -84,5 +88,6 @@ def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
 
 def waited(rank: Row) -> float:
     """Return the seconds that a rank waited in steps, without those in which others may have waited
-    for it."""
+    for it.
+    """
     return rank[1] - sum(rank[2:])

@@ -57,7 +57,8 @@ class Basis:
 
 def find_basis(view: RunView) -> Basis:
     """Return the measurements of the run so far. Raises ConfigError if they are not enough for a
-    prediction."""
+    prediction.
+    """
     config = load_config(view.run_dir / CONFIG)
     if config.params or config.model.name is not None:
         raise ConfigError("the shapes of an own model are not known, so there is no prediction")

@@ -40,7 +40,8 @@ def find_facts(run_dir: Path) -> RunFacts | None:
 
 def describe_machine(folder: Path) -> str:
     """Return one line about the code and hardware at the island's last start; empty if the island
-    has not written them."""
+    has not written them.
+    """
     found = read_environment(folder) or {}
     commit = str(found.get("commit") or "")[:10]
     changed = " with changes" if commit and found.get("is_changed") else ""

@@ -1,5 +1,6 @@
 """The records of an island so far, as rows of numbers from which a page can draw any moment of the
-run."""
+run.
+"""
 
 import json
 import math
@@ -33,7 +34,8 @@ MAX_TIME = 1e11
 
 class Groups:
     """The sets of islands that took part in rounds. Each set is kept once, because many rounds
-    share few sets."""
+    share few sets.
+    """
 
     def __init__(self) -> None:
         self.names: list[tuple[str, ...]] = []
@@ -180,7 +182,8 @@ def thin(rows: Sequence[Row], most: int) -> list[Row]:
 
 def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
     """Return the rounds whose number is a multiple of a power of two, aborted attempts, and the
-    last TAIL_ROWS rows."""
+    last TAIL_ROWS rows.
+    """
     stride = 1
     while len(rows) / stride > most:
         stride *= 2
@@ -191,7 +194,8 @@ def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
 
 def join_work(rows: Sequence[Row], most: int) -> list[Row]:
     """Join inner steps without a pause between them. Among older steps, also join those with a
-    pause too short to draw."""
+    pause too short to draw.
+    """
     if not rows:
         return []
     older, newest = rows[:-TAIL_ROWS], rows[-TAIL_ROWS:]
@@ -201,7 +205,8 @@ def join_work(rows: Sequence[Row], most: int) -> list[Row]:
 
 def join_close(rows: Sequence[Row], smallest: float) -> list[Row]:
     """Join inner steps with a pause between them of at most `smallest` seconds, or of at most half
-    a step."""
+    a step.
+    """
     joined: list[Row] = []
     for begin, end in rows:
         if joined and begin - joined[-1][1] <= max(smallest, (end - begin) / 2):

@@ -1,5 +1,6 @@
 """Measure the pace of an island: seconds and bytes of its last committed rounds, to compare with
-the prediction."""
+the prediction.
+"""
 
 import math
 from collections import deque
@@ -27,7 +28,8 @@ class Mark:
 
 class Pace:
     """Computes the pace from an island's records in their order. Rounds before and after a restart
-    are kept apart."""
+    are kept apart.
+    """
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque(maxlen=WINDOW + 1)
@@ -62,7 +64,8 @@ class Pace:
 
 def row_between(then: Mark, now: Mark) -> list[float | None] | None:
     """Return time, seconds per round, their share in inner steps, bytes per round, bits per second;
-    None without a round."""
+    None without a round.
+    """
     rounds, seconds, sent = now.round - then.round, now.time - then.time, now.bytes_sent - then.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None

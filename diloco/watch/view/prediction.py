@@ -1,5 +1,6 @@
 """Predict the course of a run that has begun, as `diloco plan` does, from its measured inner steps
-and its link."""
+and its link.
+"""
 
 import math
 import threading
@@ -47,7 +48,8 @@ class Predicted:
 
 class RunPrediction:
     """The prediction for a run. It is updated after new commits, but not more often than every
-    REFRESH_SECONDS."""
+    REFRESH_SECONDS.
+    """
 
     def __init__(self, view: RunView) -> None:
         self.view, self._lock = view, threading.Lock()
@@ -84,7 +86,8 @@ def predict_run(view: RunView) -> dict[str, Any]:
 
 def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predicted:
     """Return the prediction for links of this speed. Raises ConfigError or InputError if the config
-    allows none."""
+    allows none.
+    """
     from diloco.planning.advice import needed_bandwidth
     from diloco.planning.plan import UTILISATION
     from diloco.planning.predict import predict
@@ -129,5 +132,6 @@ def build_case(basis: Basis, speed: "LinkSpeed") -> "Case":
 
 def reduce_seconds(p: "Prediction") -> float:
     """Return the duration of a cycle's reduces, hidden or not, including the outer steps in
-    them."""
+    them.
+    """
     return p.transfer_seconds + p.trip_seconds + p.codec_seconds + p.step_seconds + p.hidden_seconds

@@ -44,7 +44,8 @@ class RunView:
 
     def __init__(self, run_dir: Path, link: AccessLink | None = None) -> None:
         """Create a view. `link`: the link of each island, if the user gave it. Raises InputError if
-        there is no run."""
+        there is no run.
+        """
         find_island_folders(run_dir)
         self.run_dir, self.link = run_dir, link
         self.islands: dict[str, IslandHistory] = {}
@@ -72,7 +73,8 @@ class RunView:
 
     def between(self, sent: Position, now: Position) -> dict[str, Any]:
         """Return the rows between two positions, in the form that a page takes. Islands without
-        such rows are left out."""
+        such rows are left out.
+        """
         islands = {
             name: rows_between(self.islands[name], sent.islands.get(name, {}), counts)
             for name, counts in now.islands.items()

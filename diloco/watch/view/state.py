@@ -53,7 +53,8 @@ def measured_gap(view: RunView) -> float | None:
 
 def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
     """Return the latest state of one island as values for JSON. `at`: the unix time for which the
-    state holds."""
+    state holds.
+    """
     island = view.islands[name]
     latest, rows = island.latest, island.rows
     pace = rows["pace"][-1][1:] if rows["pace"] else [None] * 4
@@ -81,7 +82,8 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
 
 def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tuple[str, bool]:
     """Return in words what an island does, and whether that is a problem. The page's `stateOf` has
-    the same rules."""
+    the same rules.
+    """
     island = islands[name]
     newest, rows = island.latest.time, island.rows
     silence = rows["presence"][-1] if rows["presence"] and not rows["presence"][-1][1] else None
@@ -102,7 +104,8 @@ def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tu
 
 def find_losers(islands: Mapping[str, IslandHistory], name: str, newest: float) -> list[str]:
     """Return the islands that have recorded, after the time `newest`, that they lost the island
-    `name`."""
+    `name`.
+    """
     return [
         other
         for other, island in islands.items()

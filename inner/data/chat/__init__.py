@@ -1,2 +1,3 @@
 """Conversations as training data: `data.format: chat`. The loss counts the assistant's words
-only."""
+only.
+"""

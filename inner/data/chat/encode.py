@@ -1,5 +1,6 @@
 """Encode conversations as coded token ids, packed so that none crosses the border between two
-sequences."""
+sequences.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -55,7 +56,8 @@ class Fitted(NamedTuple):
 
 def fit(coded: np.ndarray, seq_len: int) -> Fitted:
     """Cut a conversation to the length of one sequence. The result is empty if the cut leaves
-    nothing to learn."""
+    nothing to learn.
+    """
     if len(coded) <= seq_len:
         return Fitted(coded, is_cut=False, learned_share=1.0)
     left = count_learned(coded[:seq_len])
@@ -79,5 +81,6 @@ def padding(length: int) -> np.ndarray:
 
 def end_of_sequence(position: int, seq_len: int) -> np.ndarray:
     """Return padding up to the end of the sequence, and one more id, which is the last target of
-    the last sequence."""
+    the last sequence.
+    """
     return padding(-position % seq_len + 1)

@@ -1,5 +1,6 @@
 """The messages of a conversation in the forms of common datasets: role and content, or ShareGPT's
-from and value."""
+from and value.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ class Message(NamedTuple):
 
 def parse_messages(value: object, where: str) -> list[Message]:
     """Return the messages in a field of a row; none if the field is null. Raises InputError for any
-    other value."""
+    other value.
+    """
     if value is None:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str):

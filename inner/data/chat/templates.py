@@ -1,5 +1,6 @@
 """Templates: the markers around the messages of a conversation, and the parts that the model has to
-learn to write."""
+learn to write.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from inner.data.chat.messages import ASSISTANT, Message
 
 class Piece(NamedTuple):
     """A piece of a templated conversation. A marker is a single token if the tokenizer has a
-    special token of its name."""
+    special token of its name.
+    """
 
     text: str
     is_learned: bool
@@ -18,7 +20,8 @@ class Piece(NamedTuple):
 
 def chatml(messages: Sequence[Message]) -> Iterator[Piece]:
     """Yield messages as <|im_start|>role, line break, content, <|im_end|>, line break. Qwen and
-    other models use this form."""
+    other models use this form.
+    """
     for role, content in messages:
         learns = role == ASSISTANT
         yield Piece("<|im_start|>", False, is_marker=True)

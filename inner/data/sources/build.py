@@ -13,7 +13,8 @@ from inner.errors import InputError
 
 def build_source(config: DataConfig) -> Source:
     """Build the source of `config` without reading anything. Raises InputError if settings
-    contradict each other."""
+    contradict each other.
+    """
     return BUILDERS.get(config.source, build_own_source)(config)
 
 

@@ -1,5 +1,6 @@
 """Files that hold documents in compressed form or in an archive: JSON Lines compressed by gzip or
-zstd, and tar archives (WebDataset's form)."""
+zstd, and tar archives (WebDataset's form).
+"""
 
 import gzip
 import io
@@ -48,13 +49,15 @@ class Row(NamedTuple):
 
 def is_compressed(path: Path) -> bool:
     """Return whether the name says that the file is compressed in a form that `open_lines`
-    reads."""
+    reads.
+    """
     return path.name.lower().endswith((".gz", ".zst"))
 
 
 def read_whole(path: Path) -> bytes:
     """Return the content of a file, decompressed. Raises InputError if it is damaged or larger than
-    a document may be."""
+    a document may be.
+    """
     with open_lines(path) as (lines, raw):
         # Check the size first: a sparse file can have any size without taking space on the disk.
         is_longer = lines is raw and path.stat().st_size > MAX_DOCUMENT_BYTES
@@ -90,7 +93,8 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 @contextmanager
 def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of a zstd file. Raises InputError if it is damaged or cut
-    off."""
+    off.
+    """
     import zstandard
 
     try:
@@ -166,7 +170,8 @@ class WholeTarInfo(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Self:
         """Parse a header into a member. Raises ReadError if the member would add too many bytes to
-        the next header."""
+        the next header.
+        """
         member = super().frombuf(buf, encoding, errors)
         if member.type in ADDS_TO_A_HEADER and member.size > MAX_HEADER_BYTES:
             raise ReadError(f"a header has {member.size} bytes; at most {MAX_HEADER_BYTES} are read")
@@ -175,7 +180,8 @@ class WholeTarInfo(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:
         """Read the next header and return its member. Raises ReadError if it is damaged or the
-        archive has no end marker."""
+        archive has no end marker.
+        """
         try:
             member = super().fromtarfile(tarfile)
         except EOFHeaderError:
@@ -191,7 +197,8 @@ class WholeTarInfo(tarfile.TarInfo):
 
 def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[Row]:
     """Yield a row for each text in an archive, from member `first` on: .txt members, and a field of
-    .json members."""
+    .json members.
+    """
     size = path.stat().st_size
     try:
         with open_file(path) as raw, WholeTar.open(fileobj=raw, mode="r:*") as archive:
@@ -205,7 +212,8 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of an archive, and delete them from its list: a small compressed archive
-    may have millions of headers."""
+    may have millions of headers.
+    """
     while (member := archive.next()) is not None:
         archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
         yield member

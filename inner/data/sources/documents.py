@@ -46,12 +46,14 @@ class Source(Protocol):
 
     def fingerprint(self) -> object:
         """Return JSON values that, together with the config, identify the text. Needs no
-        network."""
+        network.
+        """
         ...
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents in a fixed order. No document is empty. Raises InputError if there is
-        none or one is broken."""
+        none or one is broken.
+        """
         ...
 
 
@@ -66,7 +68,8 @@ class SeekableSource(Protocol):
 
 def read_from(source: Source, number: int, place: Place | None) -> Iterator[Document]:
     """Yield the documents of a source from `number` on. Skips documents from the beginning if the
-    source cannot seek to `place`."""
+    source cannot seek to `place`.
+    """
     if place is not None and isinstance(source, SeekableSource):
         return source.documents_from(place)
     return islice(source.documents(), number, None)
@@ -74,7 +77,8 @@ def read_from(source: Source, number: int, place: Place | None) -> Iterator[Docu
 
 def is_heldout(key: str, heldout_fraction: float) -> bool:
     """Return whether a document is held out. Only the key decides, so all machines and runs
-    agree."""
+    agree.
+    """
     value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
     return value / 2**64 < heldout_fraction
 
@@ -98,7 +102,8 @@ def hold_out_an_end(documents: Iterable[Document], heldout_fraction: float) -> I
 
 def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Document]:
     """Return the beginning of a text and its last `heldout_fraction`, which starts at the beginning
-    of a line if possible."""
+    of a line if possible.
+    """
     text, at = document.text, int(len(document.text) * (1 - heldout_fraction))
     at = text.rfind("\n", 1, at) + 1 or max(at, 1)
     log.info(

@@ -30,7 +30,8 @@ an older version is not used."""
 @dataclass(frozen=True)
 class FilesSource:
     """Local files. A JSON, Parquet or tar file contains many documents; any other UTF-8 file is one
-    document."""
+    document.
+    """
 
     paths: tuple[str, ...]
     field: TextField
@@ -54,7 +55,8 @@ class FilesSource:
 
     def documents_from(self, place: Place) -> Iterator[Document]:
         """Yield the documents from `place` on. A place is the number of a file, and a row and its
-        first byte in the file."""
+        first byte in the file.
+        """
         first_file, first_row, first_byte = place
         files, again, left_out = self._find()
         sizes = [path.stat().st_size for _, path in files]
@@ -80,7 +82,8 @@ class FilesSource:
 
     def _find(self) -> tuple[list[tuple[str, Path]], list[Path], list[Path]]:
         """Return (key, path) of the files to read, the paths that name one of them again, and the
-        files that are left out."""
+        files that are left out.
+        """
         if not self.paths:
             raise InputError(
                 "data.source=files needs data.paths, got none; "
@@ -103,7 +106,8 @@ def _rows_of(key: str, path: Path, field: TextField, start: tuple[int, int], ski
 
 def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
     """Yield the rows of a file from `start` on: a row's number and first byte. A file that is not
-    text is added to `skipped`."""
+    text is added to `skipped`.
+    """
     match format_of(path):
         case "lines":
             return jsonl_rows(key, path, field, start)
@@ -170,7 +174,8 @@ def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
 
 def _longest_value(raw: IO[bytes], chunk: Any) -> int:
     """Return the size in bytes of the longest value that a column chunk may store once and repeat;
-    0 if it repeats none."""
+    0 if it repeats none.
+    """
     repeats = set(chunk.encodings) - {"PLAIN", "RLE", "BIT_PACKED", "RLE_DICTIONARY", "PLAIN_DICTIONARY"}
     first = chunk.dictionary_page_offset or chunk.data_page_offset
     raw.seek(min(first, chunk.data_page_offset))
@@ -199,7 +204,8 @@ def _parse_page_header(header: bytes) -> tuple[bool, int]:
 
 def _row_groups_from(sizes: list[int], first: int) -> tuple[list[int], int]:
     """Return the row groups from the one that contains row `first` on, and the number of their
-    first row."""
+    first row.
+    """
     ends = list(itertools.accumulate(sizes))
     group = next((number for number, end in enumerate(ends) if end > first), len(sizes))
     return list(range(group, len(sizes))), sum(sizes[:group])

@@ -60,7 +60,8 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
 
 def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Return (key, path) of each file at its first occurrence, by its real path, and the paths of
-    all later occurrences."""
+    all later occurrences.
+    """
     first, again = {}, []
     for key, path in files:
         real = path.resolve()
@@ -73,7 +74,8 @@ def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]],
 
 def _walk(folder: Path) -> list[Path]:
     """Return all files in a folder and its subfolders, except hidden ones. Each folder is read
-    once, by its shortest path."""
+    once, by its shortest path.
+    """
     files, level, entered = [], [folder], set()
     while level:
         below = []
@@ -114,13 +116,15 @@ def _is_hidden(key: Path) -> bool:
 
 def _is_cached(folder: Path, key: Path) -> bool:
     """Return whether the file lies in a cache below the folder, such as this program's own
-    island.cache_dir."""
+    island.cache_dir.
+    """
     return any((folder / parent / CACHE_TAG).exists() for parent in key.parents if parent.parts)
 
 
 def format_of(path: Path) -> Format:
     """Return how the file is read; `text` by default. Raises InputError for a data format that is
-    not supported."""
+    not supported.
+    """
     name = path.name.lower()
     if name.endswith(TABLES):
         _refuse(path, "a table in this format", "write it as .jsonl or .parquet")
@@ -134,7 +138,8 @@ def format_of(path: Path) -> Format:
 
 def leave_out_companions(files: list[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Return (key, path) of the files to read, and the files to leave out, which are texts that
-    describe the data beside them."""
+    describe the data beside them.
+    """
     companions = [path for _, path in files if _is_companion(path)]
     if not _have_rows(path for _, path in files if path not in companions):
         return files, []

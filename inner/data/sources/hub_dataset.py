@@ -68,7 +68,8 @@ def stream_dataset(name: str, folder: Path | None, config: str | None, split: st
 
 def _fetch(name: str, file: str, revision: str | None) -> Path | None:
     """Return the cached path of a file of the repository, fetched if necessary; None if the
-    repository has no such file."""
+    repository has no such file.
+    """
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -108,7 +109,8 @@ def check_settings(name: str, file: str, text: str) -> None:
 
 def texts_in(value: object) -> Iterator[str]:
     """Yield all texts in a YAML value, also in nested values. Leaves out settings of the CSV reader
-    that are characters."""
+    that are characters.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -122,13 +124,15 @@ def texts_in(value: object) -> Iterator[str]:
 
 def leads_outside(place: str) -> bool:
     """Return whether a file pattern is a URL, leads to a parent folder, or is a path on this
-    machine."""
+    machine.
+    """
     return "://" in place or "::" in place or place.startswith(("/", "~", "\\")) or ".." in PurePosixPath(place).parts
 
 
 def check_data_files(name: str, files: Mapping[str, list[str]]) -> None:
     """Raise InputError if one of the files that `datasets` has found for a split is not in the
-    repository."""
+    repository.
+    """
     for place in (place for found in files.values() for place in found):
         if not str(place).startswith(f"hf://datasets/{name}@"):
             raise InputError(f"dataset {name!r}: its data would be read from {str(place)[:200]!r}; {CURE}")

@@ -50,7 +50,8 @@ class HuggingFaceSource:
 
     def fingerprint(self) -> object:
         """Return path, size and modification time of the files of a local dataset; None for a
-        dataset on the hub."""
+        dataset on the hub.
+        """
         if not self._is_local():
             return None
         stats = [(key, path.stat()) for key, path in find_files(self.dataset)]
@@ -58,7 +59,8 @@ class HuggingFaceSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield one document per row. Its key contains the dataset's name, split and row, but not
-        its location on disk."""
+        its location on disk.
+        """
         found = False
         for _, document in self._documents(0, FROM_THE_BEGINNING):
             if document.text:
@@ -89,7 +91,8 @@ class HuggingFaceSource:
 
     def _documents(self, number: int, begin: tuple[int, int]) -> Generator[tuple[RowPlace, Document], None, None]:
         """Yield all rows, also empty ones, from `begin` on, which is a file and a row in it.
-        `number`: number of the first row."""
+        `number`: number of the first row.
+        """
         with closing(self._rows(*begin)) as rows:
             for row_number, (file, row_in_file, row) in enumerate(rows, start=number):
                 text = row_text(row, self.field, f"dataset {self._name}, row {row_number}")
@@ -126,7 +129,8 @@ class HuggingFaceSource:
 
 def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[int, int, Mapping[str, object]]]:
     """Yield (file number, row number in the file, row) of an IterableDataset from a row of a file
-    on."""
+    on.
+    """
     if first_file:
         _files_of(state := stream.state_dict())["shard_idx"] = first_file
         stream.load_state_dict(state)
@@ -139,7 +143,8 @@ def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[i
 
 def _files_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return the part of an IterableDataset's state that counts files. It is the innermost of the
-    nested states."""
+    nested states.
+    """
     while isinstance(state.get("examples_iterable"), dict):
         state = state["examples_iterable"]
     return state

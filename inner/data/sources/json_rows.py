@@ -13,7 +13,8 @@ from inner.foreign.text import parse_json
 
 def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
     """Yield a row per line, from `start` on: a row's number and first byte. Raises InputError if a
-    line is not an object."""
+    line is not an object.
+    """
     size = path.stat().st_size
     first, offset = start
     with open_lines(path) as (lines, raw):
@@ -34,7 +35,8 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
 
 def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
     """Yield the rows of a .json file: the items of its array, its lines as in a .jsonl file, or its
-    only object."""
+    only object.
+    """
     if _begins_with_a_row(path):
         return jsonl_rows(key, path, field, start)
     return _item_rows(key, path, field, start[0])

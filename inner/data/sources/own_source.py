@@ -48,7 +48,8 @@ class OwnSource:
 
     def fingerprint(self) -> object:
         """Return the source's own fingerprint and the hash of its file, because changed code may
-        read another text."""
+        read another text.
+        """
         own = self._call("fingerprint")
         try:
             json.dumps(own)
@@ -58,7 +59,8 @@ class OwnSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents that are not empty. Raises InputError if an item is not a pair of
-        texts or there are no documents."""
+        texts or there are no documents.
+        """
         found = False
         for document in self._read(0, "documents"):
             found = True
@@ -101,7 +103,8 @@ class OwnSource:
 
 def build_own_source(config: DataConfig) -> OwnSource:
     """Call the class or function that the config names; it reads nothing yet. Raises InputError if
-    that fails."""
+    that fails.
+    """
     found = load(config.source, KEY)
     arguments = config.options | ({"paths": config.paths} if config.paths else {})
     try:

@@ -1,5 +1,6 @@
 """The Python sources of the running interpreter's standard library: text that is available
-everywhere."""
+everywhere.
+"""
 
 import sys
 import sysconfig

@@ -39,7 +39,8 @@ class OpenShard:
 
 class ShardCache:
     """The folder of all shards of an island. `limit`: number of bytes that they may take; None: no
-    limit."""
+    limit.
+    """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self._limit = folder, limit
@@ -54,7 +55,8 @@ class ShardCache:
 
     def open(self, path: Path, dtype: str, sha256: str) -> OpenShard | None:
         """Map a shard and mark it as just read; None if it is not here. A damaged shard is
-        deleted."""
+        deleted.
+        """
         try:
             file = path.open("rb")
         except FileNotFoundError:

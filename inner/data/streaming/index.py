@@ -142,7 +142,8 @@ class Index(_Part):
 
 def parse_index(data: bytes, where: str) -> Index:
     """Check and return an index. Raises InputError; `where` is the name of the index in its
-    message."""
+    message.
+    """
     try:
         return Index.model_validate_json(data)
     except ValidationError as error:
@@ -158,7 +159,8 @@ def parse_index(data: bytes, where: str) -> Index:
 
 def check_ids(ids: np.ndarray, index: Index, where: Path) -> None:
     """Raise InputError if an id does not belong to the tokenizer. Other people may have written the
-    file."""
+    file.
+    """
     size = index.vocab_size
     if len(ids) and not (CONTEXT - size < int(ids.min()) and int(ids.max()) < size):
         raise InputError(

@@ -1,5 +1,6 @@
 """Make shards of a text in order. Starting at the beginning of the text or of any shard gives the
-same result."""
+same result.
+"""
 
 import logging
 import math
@@ -147,7 +148,8 @@ class _Cutter:
 
     def take_rest(self) -> Iterator[MadeShard]:
         """Yield the rest at the end of the text as a last shard. Raises InputError if there are no
-        shards at all."""
+        shards at all.
+        """
         if self._config.format == "chat":
             self._append(end_of_sequence(self._position, self._config.seq_len))
             if self._heldout is None:

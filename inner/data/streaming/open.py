@@ -45,7 +45,8 @@ def is_streamed(config: DataConfig) -> bool:
 
 def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -> Corpus:
     """Open the text of `config`; wait for the first shard of each source. Close it after use.
-    Raises InputError."""
+    Raises InputError.
+    """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
     tokenizer, cache = build_tokenizer(*config.tokenizer_choice), open_cache(cache_dir, options)
     texts: list[Text] = []
@@ -66,7 +67,8 @@ def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -
 
 def open_cache(cache_dir: Path, options: StreamOptions) -> ShardCache:
     """Create the folder below `cache_dir` if needed, and return the cache of all shards in it.
-    Raises InputError."""
+    Raises InputError.
+    """
     cache = ShardCache(cache_dir / FOLDER, options.cache_bytes)
     with explain_write_errors(cache.folder):
         make_cache_folder(cache_dir)

@@ -1,5 +1,6 @@
 """Write a text in shards into a store, from which islands read it while it grows. After a kill it
-can be continued."""
+can be continued.
+"""
 
 import logging
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Read a text shard by shard while a thread brings the next shards, so that the training thread
-seldom waits."""
+seldom waits.
+"""
 
 import logging
 import threading
@@ -57,7 +58,8 @@ class ShardReader:
 
     def cut(self, seq_len: int, seed: int) -> "StreamedSequences":
         """Return the text cut into sequences. Raises InputError if a shard is not a whole number of
-        sequences."""
+        sequences.
+        """
         index = self._supply.index
         if index.shard_tokens % seq_len:
             raise InputError(
@@ -67,7 +69,8 @@ class ShardReader:
 
     def read(self, number: int) -> np.ndarray | None:
         """Wait for a shard and return its ids; None if the text ends before it. Raises InputError
-        if the shard cannot be brought."""
+        if the shard cannot be brought.
+        """
         with self._changed:
             if number not in self._open:
                 self._wait_for(number)
@@ -85,7 +88,8 @@ class ShardReader:
 
     def count(self, number: int, seq_len: int) -> tuple[int, bool]:
         """Return the number of known sequences, at least to the end of shard `number`, and whether
-        these are all."""
+        these are all.
+        """
         index = self._supply.index
         if number >= len(index.shards) and not index.is_complete:
             self.read(number)
@@ -93,7 +97,8 @@ class ShardReader:
 
     def expect(self, shards: Iterable[int]) -> None:
         """Announce the shards that will be read soon, in order. Only the first 1 + `ahead` of them
-        are used."""
+        are used.
+        """
         nearest = tuple(islice(dict.fromkeys(shards), 1 + self._ahead))
         if not nearest:
             return  # Nothing is announced, so `read` lets the following shards be brought in order.
@@ -178,7 +183,8 @@ class ShardReader:
 
     def _drop_oldest(self) -> None:
         """Release the shards that were read before the last NUM_IN_USE ones and are not
-        expected."""
+        expected.
+        """
         if self._is_shuffled_whole:
             return
         for number in [n for n in self._open if n not in self._expected and n != self._demand]:
@@ -189,7 +195,8 @@ class ShardReader:
 
 class StreamedSequences:
     """The sequences of a text in shards. It implements the Protocol Sequences of
-    inner/data/mixture.py."""
+    inner/data/mixture.py.
+    """
 
     def __init__(self, reader: ShardReader, seq_len: int, seed: int, *, is_shuffled_whole: bool) -> None:
         self._reader, self._seq_len = reader, seq_len

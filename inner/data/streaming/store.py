@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 class Store:
     """A store. `patience`: number of seconds without an answer after which a call raises
-    InputError."""
+    InputError.
+    """
 
     def __init__(self, url: str, patience: float) -> None:
         self.url, self._patience = url.rstrip("/"), patience
@@ -43,13 +44,15 @@ class Store:
 
     def read_index(self) -> Index | None:
         """Return the index of the text in the store; None if there is none. Raises InputError if it
-        is damaged."""
+        is damaged.
+        """
         data = self.read(INDEX, 0, MAX_INDEX_BYTES)
         return None if data is None else parse_index(data, f"{self.url}/{INDEX}")
 
     def read(self, name: str, start: int, stop: int) -> bytes | None:
         """Return bytes of a file, fewer if it ends before `stop`; None if the file does not
-        exist."""
+        exist.
+        """
         path = str(self._root / name)
 
         def request() -> bytes | None:
@@ -66,7 +69,8 @@ class Store:
 
     def download(self, name: str, size: int, target: Path) -> bool:
         """Copy the first `size` bytes of a file to `target`, which exists. Return whether the file
-        has exactly that size."""
+        has exactly that size.
+        """
         with target.open("r+b") as file:
             for start in range(0, size, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, size)
@@ -87,7 +91,8 @@ class Store:
 
     def _insist(self, request: Callable[[], T], name: str) -> T:
         """Repeat a request until it is answered. Raises InputError when the store has not answered
-        for too long."""
+        for too long.
+        """
         began, said_at, pause = time.monotonic(), -SAY_EVERY_SECONDS, FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -116,7 +121,8 @@ class Store:
 
 def call_in_time(request: Callable[[], T], seconds: float) -> T:
     """Return the result of a call. Raises TimeoutError if the call takes longer than `seconds`; it
-    then continues in a thread, and its result is ignored."""
+    then continues in a thread, and its result is ignored.
+    """
     outcome: list[Any] = []
 
     def run() -> None:

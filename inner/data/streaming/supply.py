@@ -1,5 +1,6 @@
 """The Protocol of a supply of shards, and the supply from a store. tokeniser.py has the supply that
-makes them."""
+makes them.
+"""
 
 import logging
 import time
@@ -39,7 +40,8 @@ class Supply(Protocol):
 
     def begin(self) -> None:
         """Return once the index has a shard, or the text is known to be empty. Raises InputError
-        like `bring`."""
+        like `bring`.
+        """
         ...
 
     def bring(self, number: int) -> None:
@@ -55,7 +57,8 @@ class Supply(Protocol):
 
 class StoreSupply:
     """Fetches shards from a store, where they may still be being written. Each must agree with the
-    index."""
+    index.
+    """
 
     def __init__(self, store: Store, cache: ShardCache, patience: float) -> None:
         self._store, self._cache, self._patience = store, cache, patience
@@ -112,7 +115,8 @@ class StoreSupply:
 
     def _look(self) -> bool:
         """Read the index again and return whether it has grown. Raises InputError if it contradicts
-        the index read before."""
+        the index read before.
+        """
         found = self._store.read_index()
         if found is None or found == self._index:
             return False

@@ -161,14 +161,16 @@ class _Worker:
 
     def make(self, keep_alive: KeepAlive) -> Made | None:
         """Make the next shard and return its entries in the index; None at the end of the text.
-        Raises InputError."""
+        Raises InputError.
+        """
         self._say({"ask": "make"})
         made = self._reply(keep_alive)["made"]
         return None if made is None else Made.model_validate(made)
 
     def write(self, path: Path, heldout: Path) -> None:
         """Write the shard that was just made to a file, and with the first shard also the held-out
-        text."""
+        text.
+        """
         self._say({"ask": "write", "path": str(path), "heldout": str(heldout)})
         self._reply(lambda: None)
         self.number += 1

@@ -35,7 +35,8 @@ def open_array(path: Path, vocab_size: int) -> TokenFile:
 
 def find_width(path: Path, vocab_size: int) -> int:
     """Return the number of bytes of an id in a file without a header. It follows from the
-    vocabulary, unless the beginning of the file shows another width."""
+    vocabulary, unless the beginning of the file shows another width.
+    """
     expected = 2 if vocab_size <= 1 << 16 else 4
     sample = np.fromfile(path, np.uint8, SAMPLE_BYTES)
     sample = sample[: len(sample) // 8 * 8]

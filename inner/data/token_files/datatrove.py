@@ -11,7 +11,8 @@ TYPES = {2: "uint16", 4: "uint32"}
 
 def open_datatrove(path: Path) -> TokenFile:
     """Open NAME.ds with its NAME.ds.index. The number of bytes of an id follows from both files.
-    Raises InputError."""
+    Raises InputError.
+    """
     index = path.with_name(f"{path.name}.index")
     if not index.is_file():
         refuse(path, f"there is no {index.name} beside it, which a .ds file of datatrove needs")

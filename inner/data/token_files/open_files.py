@@ -55,7 +55,8 @@ class Ids(Protocol):
 
 class CheckedTokens:
     """Token ids from other programs. Each id is checked to belong to the run's tokenizer when it is
-    read."""
+    read.
+    """
 
     def __init__(self, tokens: Ids, vocab_size: int) -> None:
         self._tokens, self._vocab_size = tokens, vocab_size

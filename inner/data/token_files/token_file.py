@@ -1,5 +1,6 @@
 """The common part of token files of all formats: ids that are mapped into memory, and the ends of
-documents."""
+documents.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ def refuse(path: Path, problem: str) -> NoReturn:
 
 def map_ids(path: Path, dtype: np.dtype, num_tokens: int | None = None) -> np.ndarray:
     """Map a file that contains only ids. Raises InputError if their number is not `num_tokens`,
-    unless that is None."""
+    unless that is None.
+    """
     size = path.stat().st_size
     expected = size // dtype.itemsize if num_tokens is None else num_tokens
     if size != expected * dtype.itemsize or not expected:

@@ -1,2 +1,3 @@
 """Tokenizers of the `tokenizers` library: how they encode, and which of their tokens begin and end
-a document."""
+a document.
+"""

@@ -1,5 +1,6 @@
 """Choose the token that ends a document: by the user's setting, by tokenizer_config.json, or by its
-name."""
+name.
+"""
 
 import json
 import logging
@@ -20,7 +21,8 @@ MOST_BYTES = 1 << 26
 
 def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | None, name: str) -> tuple[str, str]:
     """Return the token that ends a document, and where that choice comes from. Raises InputError if
-    there is no such token."""
+    there is no such token.
+    """
     told = token_name(config, "eos_token")
     source = "data.eos" if eos is not None else TOKENIZER_CONFIG
     if (given := eos if eos is not None else told) is not None:
@@ -37,7 +39,8 @@ def choose_eos(ids: Mapping[str, int], config: Mapping[str, object], eos: str | 
 
 def known_id(ids: Mapping[str, int], token: str, source: str, name: str) -> int:
     """Return the id of a token. Raises InputError, which names the `source` of the choice, if the
-    tokenizer does not have it."""
+    tokenizer does not have it.
+    """
     if token not in ids:
         raise InputError(
             f"{source} names {token!r}, which is not a token of data.tokenizer {name!r}; name one of its tokens by "
@@ -48,7 +51,8 @@ def known_id(ids: Mapping[str, int], token: str, source: str, name: str) -> int:
 
 def token_name(config: Mapping[str, object], key: str) -> str | None:
     """Return the name of a token in a tokenizer_config.json, where it is a text, or an object with
-    `content`."""
+    `content`.
+    """
     value = config.get(key)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -56,7 +60,8 @@ def token_name(config: Mapping[str, object], key: str) -> str | None:
 
 def read_beside(folder: Path) -> dict[str, object]:
     """Read the tokenizer_config.json in a folder; empty if there is none. Raises InputError if it
-    is damaged."""
+    is damaged.
+    """
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return {}
@@ -74,7 +79,8 @@ def read_beside(folder: Path) -> dict[str, object]:
 @cache
 def read_from_hub(name: str) -> dict[str, object]:
     """Read the tokenizer_config.json of a tokenizer on the hub, from the cache if possible. Empty
-    if it has none or cannot be reached."""
+    if it has none or cannot be reached.
+    """
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -95,6 +101,7 @@ def read_from_hub(name: str) -> dict[str, object]:
 
 def _special_names(ids: Mapping[str, int]) -> str:
     """Return a text with some tokens that look like special tokens, to be put at the end of a
-    sentence."""
+    sentence.
+    """
     names = sorted(token for token in ids if len(token) > 2 and token[0] in "<[" and token[-1] in ">]")
     return f", such as {', '.join(names[:SHOWN])}" if names else ""

@@ -1,5 +1,6 @@
 """A tokenizer of the `tokenizers` library. Settings in its file other than the vocabulary do not
-change the ids of a text."""
+change the ids of a text.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ class LibraryTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the library's ids. A lone surrogate becomes a question mark. Raises InputError if
-        the library fails."""
+        the library fails.
+        """
         clean = _without_surrogates(text)
         # encode_batch_fast computes no offsets and takes a quarter less time than encode(); larger
         # batches are slower.

@@ -1,5 +1,6 @@
 """Predict the traffic between an island's ranks in one inner step: calls and bytes by mesh axis. No
-torch here."""
+torch here.
+"""
 
 from dataclasses import dataclass
 
@@ -92,7 +93,8 @@ class _Tally:
 
 def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
     """Count FSDP's traffic. Weights are gathered each time after they were freed; gradients are
-    reduced over replicas only in the last micro-batch."""
+    reduced over replicas only in the last micro-batch.
+    """
     reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
     ends = (work.embedding(stage), gathers.embedding), (work.root(stage), gathers.root)
     for group, count in (*ends, *[(work.block, gathers.block)] * len(stage.layers)):
@@ -104,7 +106,8 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
     """Count tensor parallelism's traffic. The stream is gathered before each pair of matrices, and
-    partial sums are scattered after it; the backward does the reverse."""
+    partial sums are scattered after it; the backward does the reverse.
+    """
     num_micro_batches, num_layers = work.num_micro_batches, len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
@@ -124,7 +127,8 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> None:
     """Count the sums over tp of gradients of weights that all its ranks hold: one call after all
-    micro-batches."""
+    micro-batches.
+    """
     sizes, tp = work.sizes, work.degrees.tp
     splits_stream = work.parallel.splits_stream(tp)
     everywhere = [param for param in block_params(sizes) if param.is_on_all_ranks(sizes, tp)]
@@ -140,7 +144,8 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
 
 def _count_loss(tally: _Tally, work: Workload) -> None:
     """Count the loss's traffic. Each chunk of tokens all-reduces the largest logit, then the sums
-    of exponentials and of target logits."""
+    of exponentials and of target logits.
+    """
     for first in range(0, work.tokens, work.parallel.loss_chunk):
         chunk = min(work.parallel.loss_chunk, work.tokens - first)
         tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
@@ -172,7 +177,8 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
     """Count the pipeline's traffic. The stream goes to the next stage and its gradient to the
-    previous stage, unless both stages are on this rank."""
+    previous stage, unless both stages are on this rank.
+    """
     size = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     for other in (stage.index + 1, stage.index - 1):
         if 0 <= other < len(work.stages) and work.stage_ranks[other] != work.stage_ranks[stage.index]:
@@ -181,7 +187,8 @@ def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
     """Count the sum of a tied table's gradients over the two ends of a pipeline, which both hold
-    the table."""
+    the table.
+    """
     ends = work.stage_ranks[0], work.stage_ranks[-1]
     if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
         shard = work.table.shard_numel(work.degrees.fsdp)

@@ -1,5 +1,6 @@
 """Count FSDP's all-gathers of weights in an inner step, from the order in which stages compute. No
-torch here."""
+torch here.
+"""
 
 from dataclasses import dataclass
 

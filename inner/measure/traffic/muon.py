@@ -1,5 +1,6 @@
 """Predict Muon's traffic in a step: it sends shards of matrices, orthogonalises whole matrices, and
-sends shards back. No torch here."""
+sends shards back. No torch here.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Exchange(NamedTuple):
 
 def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[Exchange]:
     """Yield Muon's exchanges for the matrices of these stages' layers, if one param group has them
-    all."""
+    all.
+    """
     num_layers = sum(len(stage.layers) for stage in stages)
     for kind, count in _matrix_kinds(work).items():
         yield from _exchanges_of(work, kind, -(-count * num_layers // _num_ranks(work)))
@@ -60,7 +62,8 @@ def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
 
 def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:
     """Yield the exchanges of `batches` batches, each of one matrix per rank
-    (inner/optim/muon/matrix_exchange.py)."""
+    (inner/optim/muon/matrix_exchange.py).
+    """
     replicas, shards, tp = work.degrees.dp_replicate, work.degrees.fsdp, work.degrees.tp
     rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
     cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols

@@ -36,7 +36,8 @@ class _Axis(NamedTuple):
 @dataclass(frozen=True)
 class MatrixExchange:
     """The exchange of matrices of one kind. All ranks of their mesh must make each call
-    together."""
+    together.
+    """
 
     axes: list[_Axis]
     """The axes, those with replicas first. If two axes shard the same dimension, the second one was
@@ -58,7 +59,8 @@ class MatrixExchange:
 
     def deal(self, matrices: Sequence[Tensor]) -> Tensor:
         """Return this rank's whole matrix out of at most `num_ranks` matrices; zeros if it gets
-        none."""
+        none.
+        """
         first = local_tensor(matrices[0])
         x = first.new_zeros((self.num_ranks, *self.shard))
         for place, matrix in zip(x, matrices, strict=False):
@@ -71,7 +73,8 @@ class MatrixExchange:
 
     def collect(self, whole: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Collect the results of all ranks and return them sharded like `matrices`. `whole`: this
-        rank's result for its matrix."""
+        rank's result for its matrix.
+        """
         x = whole[None]
         for axis in reversed(self.axes):
             x = _gather(x, axis) if axis.dim is None else _split(x, axis, axis.dim)
@@ -80,7 +83,8 @@ class MatrixExchange:
 
     def gather(self, vector: Tensor, count: int) -> list[Tensor]:
         """Return on every rank the vectors of all ranks that had one of the first `count` matrices.
-        `vector`: this rank's vector."""
+        `vector`: this rank's vector.
+        """
         x = vector[None]
         for axis in reversed(self.axes):
             x = _gather(x, axis)
@@ -108,7 +112,8 @@ def build_exchange(matrix: DTensor) -> MatrixExchange:
 
 def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
     """Exchange shards along an axis, so that each of its ranks gets a share of the matrices with
-    all shards joined."""
+    all shards joined.
+    """
     (M, A, B), k = x_MAB.shape, axis.size
     blocks = _swap(x_MAB, axis).view(k, M // k, A, B)
     if dim == 0:

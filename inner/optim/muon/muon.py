@@ -66,7 +66,8 @@ class Muon(torch.optim.Optimizer):
 
     def _find_updates(self, batch: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
         """Return the orthogonalised directions of a batch, normalised by rows if it is NorMuon,
-        sharded like the parameters."""
+        sharded like the parameters.
+        """
         if self.row_beta is None:
             return orthogonalise(directions, self.dtype)
         beta, rows = self.row_beta, [self._rows(param) for param in batch]
@@ -92,7 +93,8 @@ def _kind(matrix: Tensor) -> tuple[tuple[int, ...], str]:
 
 def _batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield batches of matrices of one kind, at most one matrix per rank of their mesh. They must
-    be sorted by kind."""
+    be sorted by kind.
+    """
     for _, of_kind in groupby(matrices, _kind):
         members = list(of_kind)
         size = members[0].device_mesh.size() if isinstance(members[0], DTensor) else 1

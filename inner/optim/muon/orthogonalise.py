@@ -1,5 +1,6 @@
 """Orthogonalise matrices, each on one of the ranks that hold a shard of it, and normalise rows for
-NorMuon."""
+NorMuon.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ EPS = 1e-8
 
 def product_dtype(device_type: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return the compute dtype on an accelerator, where bf16 is several times as fast; on a CPU
-    always fp32."""
+    always fp32.
+    """
     return torch.float32 if device_type == "cpu" else compute_dtype
 
 
@@ -52,7 +54,8 @@ def orthogonalise(
 
 def gather_rows(first: Tensor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the mean squares of all matrices of a batch, although each rank has computed only
-    those of its own matrix. `first`: a matrix of the batch. Every rank of its mesh must call it."""
+    those of its own matrix. `first`: a matrix of the batch. Every rank of its mesh must call it.
+    """
     if not isinstance(first, DTensor):
         return rows
     exchange = build_exchange(first)

@@ -47,7 +47,8 @@ class AllGather:
 
 class GatheredGradients:
     """KeyGradients that each rank accumulates for the whole sequence, and that are exchanged and
-    summed at the end."""
+    summed at the end.
+    """
 
     def __init__(self, own_2BSKE: Tensor, group: ProcessGroup) -> None:
         B, S, K, E = own_2BSKE.shape[1:]
@@ -68,7 +69,8 @@ class GatheredGradients:
 
 def _gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start gathering the contiguous tensors of all ranks, (rank, ...). All ranks must call it in
-    the same order."""
+    the same order.
+    """
     assert tensor.is_contiguous(), tensor.stride()
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     work = dist.all_gather(list(gathered.unbind()), tensor, group=group, async_op=True)

@@ -24,7 +24,8 @@ from inner.model.attention_kernels import (
 
 class KeyBlock(NamedTuple):
     """Keys and values of some positions, and the document numbers of these positions, which stay on
-    the host."""
+    the host.
+    """
 
     kv_2BTKE: Tensor
     documents_BT: np.ndarray | None
@@ -37,7 +38,8 @@ class KeyBlock(NamedTuple):
 
 class QueryBlock(NamedTuple):
     """Queries of some positions, the document numbers of these positions, and the attention
-    accumulated so far."""
+    accumulated so far.
+    """
 
     q_BHSE: Tensor
     documents_BS: np.ndarray | None
@@ -67,12 +69,14 @@ class KeyGradients(Protocol):
 
     def add(self, block: ScoreBlock, dkv_2BTKE: Tensor) -> None:
         """Add the gradients of a block's keys, which are not the rank's own. Call it in the order
-        of the blocks."""
+        of the blocks.
+        """
         ...
 
     def collect(self) -> Tensor:
         """Return the sum over the other ranks for this rank's keys, (2, B, S, K, E). Every rank
-        must call it, at the end."""
+        must call it, at the end.
+        """
         ...
 
 
@@ -143,7 +147,8 @@ class _BlockAttention(torch.autograd.Function):
 
 def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:
     """Build a block of queries without any attention yet. Attention accumulates in at least
-    fp32."""
+    fp32.
+    """
     q_BHSE = q_BSHE.transpose(1, 2)
     dtype = torch.promote_types(q_BSHE.dtype, torch.float32)
     lse_BHS = torch.full(q_BHSE.shape[:3], -torch.inf, dtype=dtype, device=q_BSHE.device)
@@ -153,7 +158,8 @@ def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:
 
 def _accumulate(queries: QueryBlock, block: ScoreBlock, packing: Packing | None) -> None:
     """Merge attention to a block's keys into the attention that the queries have accumulated, in
-    place."""
+    place.
+    """
     if block.is_own:
         _merge(queries.output, _own_attention(queries.q_BHSE, block.keys.kv_2BTKE, packing))
         return
@@ -217,7 +223,8 @@ def _visible_parts(queries: QueryBlock, keys: KeyBlock) -> Iterator[_Part]:
 
 def _own_attention(q_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None) -> AttentionOutput:
     """Compute causal attention to the rank's own keys. The positions of a document that the rank
-    holds are contiguous."""
+    holds are contiguous.
+    """
     k_BSKE, v_BSKE = kv_2BSKE
     if packing is None:
         return dense_forward(q_BHSE, k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), is_causal=True)

@@ -23,7 +23,8 @@ from inner.parallel.context.zigzag import zigzag_split
 
 def rank_positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -> Tensor:
     """Return the positions in the sequence that a rank holds, in its own order: int64 (seq_len /
-    cp,) on the CPU."""
+    cp,) on the CPU.
+    """
     everywhere = torch.arange(seq_len, device="cpu")
     if cp == 1:
         return everywhere
@@ -32,7 +33,8 @@ def rank_positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -
 
 def build_attend(method: ContextMethod, group: ProcessGroup) -> Attend:
     """Build `causal_attention` over the ranks of `group`, each at its `rank_positions`. All ranks
-    must call it in the same order."""
+    must call it in the same order.
+    """
     if method == "ulysses":
         attend = partial(ulysses_attention, group=group)
     else:

@@ -24,7 +24,8 @@ from inner.parallel.context.zigzag import zigzag_piece
 
 class Ring:
     """A KeyExchange that passes keys on to the next rank, and receives the next keys while it uses
-    the current ones."""
+    the current ones.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -44,7 +45,8 @@ class Ring:
 
 class RingGradients:
     """KeyGradients that travel one step behind the keys. The last step sends them back to the keys'
-    own rank."""
+    own rank.
+    """
 
     def __init__(self, own_2BSKE: Tensor, group: ProcessGroup) -> None:
         self._incoming = _Incoming(torch.zeros_like(own_2BSKE), [])
@@ -83,7 +85,8 @@ class _Incoming(NamedTuple):
 
 def _send_to_next(tensor: Tensor, group: ProcessGroup) -> _Incoming:
     """Start sending to the next rank and receiving a tensor of the same shape from the previous
-    rank. All ranks must call it in the same order."""
+    rank. All ranks must call it in the same order.
+    """
     # gloo accepts a strided tensor but sends the wrong numbers.
     assert tensor.is_contiguous(), tensor.stride()
     received = torch.empty_like(tensor)

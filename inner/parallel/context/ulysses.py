@@ -41,7 +41,8 @@ def ulysses_attention(
 
 def _exchange(sent: Tensor, group: ProcessGroup) -> Tensor:
     """Send sent[i] to rank i; result[i] is from rank i. Differentiable. All ranks must call it in
-    the same order."""
+    the same order.
+    """
     received = _Exchange.apply(sent, group)
     assert isinstance(received, Tensor)
     return received

@@ -14,7 +14,8 @@ from torch import Tensor
 
 def zigzag_split(sequence: Tensor, num_ranks: int, dim: int) -> Tensor:
     """Split (..., S, ...) into (..., num_ranks, S / num_ranks, ...) with rising positions; 2
-    num_ranks must divide S."""
+    num_ranks must divide S.
+    """
     first, second = sequence.unflatten(dim, (2 * num_ranks, -1)).chunk(2, dim)
     return torch.cat((first, second.flip(dim)), dim + 1)
 

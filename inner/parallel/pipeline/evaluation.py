@@ -1,5 +1,6 @@
 """Forward pass over pipeline stages without gradients. torch has no such schedule for stages laid
-out as a V."""
+out as a V.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class LocalStages:
 
 def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> None:
     """Assert that micro-batches have the agreed shape. With another shape, the receiving ranks
-    would hang or crash."""
+    would hang or crash.
+    """
     expected = stream.micro_batch, stream.positions
     for micro_batch in micro_batches:
         got = tuple(micro_batch.tokens_BS.shape)
@@ -48,7 +50,8 @@ def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> No
 
 class PipelineEvaluator:
     """Evaluates by running each of this rank's stages over all micro-batches before the next
-    stage."""
+    stage.
+    """
 
     def __init__(self, local: LocalStages) -> None:
         self._local = local
@@ -60,7 +63,8 @@ class PipelineEvaluator:
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the summed loss (0-dim fp32) on the last stage's rank, 0 on others. Every rank of
-        the group must call it."""
+        the group must call it.
+        """
         check_shapes(micro_batches, self._local.stream)
         total = torch.zeros((), device=self._local.device)
         for model in self._local.stages:

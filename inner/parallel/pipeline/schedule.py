@@ -107,7 +107,8 @@ def simulate(
 
     def start_of(rank: int, action: Action) -> float | None:
         """Return the earliest start of an action; None while the time of one of its inputs is
-        unknown."""
+        unknown.
+        """
         needs = _dependencies(action, last=max(owner))
         if any(need not in ready_at for need in needs):
             return None
@@ -153,7 +154,8 @@ def draw(simulation: Simulation, width: int) -> str:
 
 def _torch_order(schedule: Schedule, pp: int, num_stages: int, num_micro_batches: int) -> dict[int, list[Any]]:
     """Return torch's pipeline_order: the actions of each rank, with None at times at which it
-    expects to wait."""
+    expects to wait.
+    """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     kind: Any = get_schedule_class(TORCH_NAMES[schedule])
@@ -178,7 +180,8 @@ def _parse_torch_action(entry: Any) -> list[Action]:
 
 def _one_forward_one_backward(rank: int, pp: int, num_micro_batches: int) -> list[Action]:
     """Return the order of Schedule1F1B: pp - rank forwards first, then backward and forward
-    alternate."""
+    alternate.
+    """
     forwards = [Action("forward", rank, number) for number in range(num_micro_batches)]
     backwards = [Action("backward", rank, number) for number in range(num_micro_batches)]
     ahead = min(pp - rank, num_micro_batches)
@@ -194,7 +197,8 @@ def _result(action: Action) -> Dependency:
 
 def _dependencies(action: Action, last: int) -> list[Dependency]:
     """Return the results that an action needs before it can start. `last`: index of the last
-    stage."""
+    stage.
+    """
     kind, stage, number = action
     if kind == "forward":
         return [("activation", stage - 1, number)] if stage > 0 else []
@@ -210,7 +214,8 @@ def _peak_live(order: list[Action]) -> int:
 
 def _choose_labels(timeline: list[TimedAction], max_scale: float) -> tuple[list[str], float]:
     """Return the most detailed labels that fit with a mark after each, and the columns per unit of
-    time, at most `max_scale`."""
+    time, at most `max_scale`.
+    """
     shortest = min(span.stop - span.start for span in timeline)
     stages = {rank: sorted({span.action.stage for span in timeline if span.rank == rank}) for rank, *_ in timeline}
     numbers = [str(span.action.micro_batch) for span in timeline]

@@ -97,7 +97,8 @@ def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: in
 
 def _stages_per_rank(parallel: ParallelConfig) -> int:
     """Return the configured number of stages per rank, checked against the schedule, or the
-    schedule's default."""
+    schedule's default.
+    """
     got = parallel.stages_per_rank
     if parallel.schedule in ONE_STAGE_PER_RANK and got not in (None, 1):
         raise InputError(
@@ -114,7 +115,8 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
 
 def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -> list[int]:
     """Return the number of layers of each stage. Each layer goes to the lightest stage, so that the
-    largest load is smallest."""
+    largest load is smallest.
+    """
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
@@ -169,7 +171,8 @@ def _need(schedule: Schedule, pp: int) -> str:
 
 def _micro_batch_cure(schedule: Schedule, pp: int, got: int) -> str:
     """Return factors for the tokens or the micro-batch, with the number of micro-batches that each
-    gives."""
+    gives.
+    """
     below = [number for number in range(1, got) if _can_run(schedule, pp, number)]
     above = next(number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number))
     tokens = " or ".join(f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above])

@@ -1,5 +1,6 @@
 """One training step of a pipeline. torch's schedules run a rank's stages over all micro-batches of
-the step."""
+the step.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from inner.parallel.weights.gradient_sync import keep_weights, one_backward, set
 
 class Pipeline:
     """This rank's stages, run by a schedule. Every rank of the pp group must build it and make each
-    call."""
+    call.
+    """
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class Pipeline:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the summed loss, as from backward(), of any number of micro-batches, without
-        computing gradients."""
+        computing gradients.
+        """
         with self._copies:
             return self._forward_only(micro_batches)
 
@@ -131,7 +134,8 @@ class _ReducingStage(PipelineStage):
         self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Any, Any]:
         """Run a backward, or one half of a split backward. torch calls it. Returns gradients of the
-        inputs, and groups of parameters that the other half needs."""
+        inputs, and groups of parameters that the other half needs.
+        """
         # Keep the weights here: the schedule frees them when the stage is done.
         keep_weights(self._model)
         reduces = backward_type != "input" and (last_backward or self._reduces_each)

@@ -35,7 +35,8 @@ class ComputeCopies:
 
     def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """Create the copies. None are needed if the masters have that dtype, or for stages under
-        FSDP, which casts by itself."""
+        FSDP, which casts by itself.
+        """
         self._pairs = [
             _pair(module, name, param, dtype)
             for stage in stages
@@ -61,7 +62,8 @@ class ComputeCopies:
 
     def add_gradients(self) -> None:
         """Add gradients that no hook has added to their masters' gradients. A split backward calls
-        no hooks."""
+        no hooks.
+        """
         for pair in self._pairs:
             if pair.copy.grad is not None:
                 _add_gradient(pair.master, pair.copy)

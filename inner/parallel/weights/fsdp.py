@@ -45,7 +45,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 def apply_block_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
     """Do the same for a model whose blocks in `layers` are the only known modules. All other
-    parameters form one group."""
+    parameters form one group.
+    """
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
@@ -68,6 +69,7 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def free_gathered_weights(model: nn.Module) -> None:
     """Free weights that a forward without a backward has left gathered, because the next forward
-    would use old values."""
+    would use old values.
+    """
     for module in fsdp_modules(model):
         module.reshard()

@@ -1,5 +1,6 @@
 """Controls FSDP's gradients in a backward: over which ranks it reduces them, and when it treats the
-backward as finished."""
+backward as finished.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 def set_gradient_sync(model: nn.Module, *, over_shards: bool, over_replicas: bool) -> None:
     """Choose the axes over which the next backward reduces gradients. Without shards, whole
-    gradients accumulate on the rank."""
+    gradients accumulate on the rank.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(over_shards)
         model.set_requires_all_reduce(over_replicas)

@@ -36,7 +36,8 @@ class Claim(NamedTuple):
 
 class Statement(Message):
     """The statement that a participant signs with its yes vote: these islands take one state to
-    the next."""
+    the next.
+    """
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -62,12 +63,14 @@ class Statement(Message):
     @cached_property
     def text(self) -> bytes:
         """The bytes that are signed: a hash of the statement, because up to 1024 signatures are
-        checked against it."""
+        checked against it.
+        """
         return hashlib.blake2b(self.encode(), digest_size=32).digest()
 
     def check(self) -> None:
         """Raise MessageError unless each participant appears once with a key, and the number of
-        tokens does not shrink."""
+        tokens does not shrink.
+        """
         if len(self.islands) != len(self.keys) or self.islands != sorted(set(self.islands)):
             raise MessageError("the participants in a certificate are repeated, out of order, or without keys")
         if self.tokens < self.base_tokens:
@@ -76,7 +79,8 @@ class Statement(Message):
 
 class Certificate(Message):
     """The proof that the participants agreed on a state: a statement with the signatures of all
-    of them."""
+    of them.
+    """
 
     statement: Statement
     signatures: list[Signature] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
@@ -114,7 +118,8 @@ class Certificate(Message):
 
 def build_certificate(statement: Statement, signatures: Mapping[str, str]) -> Certificate:
     """Return the certificate of a statement that all participants have signed. `signatures`: by
-    island."""
+    island.
+    """
     return Certificate(statement=statement, signatures=[signatures[island] for island in statement.islands])
 
 

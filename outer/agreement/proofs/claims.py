@@ -19,7 +19,8 @@ MAX_CERTIFICATES = 64
 @dataclass
 class Claims:
     """Certificates by claim, and the proofs requested from other islands. The values of its
-    tables are immutable."""
+    tables are immutable.
+    """
 
     witnesses: Witnesses
     own: Certificate | None = None
@@ -40,7 +41,8 @@ class Claims:
 
     def prove(self, claim: Claim) -> Proof:
         """Return the proof of a state that this island holds or has just committed; an empty one
-        if there is none."""
+        if there is none.
+        """
         certificate = self._find(claim)
         return Proof(certificate=certificate, introductions=self.witnesses.introductions if certificate else [])
 
@@ -57,7 +59,8 @@ class Claims:
 
     def restore(self, proof: Proof) -> None:
         """Restore the proof that was saved in a checkpoint. Call `hold` afterwards. Invalid
-        certificates are ignored."""
+        certificates are ignored.
+        """
         own = [] if proof.certificate is None else [proof.certificate]
         for certificate in [*proof.introductions, *own]:
             with suppress(MessageError):
@@ -72,14 +75,16 @@ class Claims:
 
     def count(self, claim: Claim, claimants: Iterable[tuple[str, str]] = (), *, is_held_up: bool = False) -> int:
         """Return how many islands that count support the claim. `claimants`: (island, key) of
-        the islands that claim it."""
+        the islands that claim it.
+        """
         certificate = self._find(claim)
         signers = certificate.keys.items() if certificate else ()
         return self.witnesses.count([*claimants, *signers], is_held_up=is_held_up)
 
     def ask(self, island: str, claim: Claim) -> ProofQuery | None:
         """Return the request for a proof of an island's claim, or None if the island has
-        answered it."""
+        answered it.
+        """
         if claim in self.certificates or self.answered.get(island) == claim:
             return None
         self.asked[island] = claim
@@ -92,7 +97,8 @@ class Claims:
 
     def receive(self, sender: str, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
         """Process an island's reply to a request for a proof. `needed`: the number of islands
-        that count which must support a claim."""
+        that count which must support a claim.
+        """
         claim = self.asked.pop(sender, None)
         if claim is None:
             return
@@ -104,7 +110,8 @@ class Claims:
 
     def check(self, claim: Claim, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
         """Remember the claim's certificate. Raises MessageError if the proof does not prove the
-        claim by itself."""
+        claim by itself.
+        """
         self.witnesses.introduce(proof.introductions, needed)
         if proof.certificate is None:
             raise MessageError("there is no certificate of it")

@@ -15,7 +15,8 @@ a certificate."""
 
 class Signer(Protocol):
     """Interface that signs for this island and knows the keys of others. tests/outer/signers.py
-    has one without cryptography."""
+    has one without cryptography.
+    """
 
     @property
     def public(self) -> str:
@@ -44,7 +45,8 @@ class IslandSigner:
 
     def __init__(self, key: IslandKey, names: KnownNames, run_id: str, access: Access | None = None) -> None:
         """Create a signer. `run_id` is part of every signed text, so signatures from another run
-        prove nothing."""
+        prove nothing.
+        """
         self.public = key.public
         self._key, self._names, self._access = key, names, access or Access()
         self._purpose = f"{run_id}/commit"

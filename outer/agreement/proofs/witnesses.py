@@ -40,7 +40,8 @@ class Witnesses:
 
     def count(self, islands: Iterable[tuple[str, str]], *, is_held_up: bool = False) -> int:
         """Return how many of these islands, given with their keys, count. A repeated key counts
-        once."""
+        once.
+        """
         islands = list(islands)
         counting = self._find_counting(islands, can_tell=True)
         num_known, num_others = len(counting - {self.signer.public}), self.num_others
@@ -51,7 +52,8 @@ class Witnesses:
 
     def admit(self, certificate: Certificate) -> None:
         """Make a certificate's participants known: this island has committed its plan, or holds
-        the state that it proves."""
+        the state that it proves.
+        """
         keys = certificate.keys
         if all(self.known.get(island) == key for island, key in keys.items()):
             return
@@ -61,7 +63,8 @@ class Witnesses:
 
     def introduce(self, certificates: Iterable[Certificate], needed: int) -> None:
         """Admit the participants of each certificate that at least `needed` islands which count
-        by then have signed."""
+        by then have signed.
+        """
         for certificate in certificates if self.num_others else ():
             with suppress(MessageError):
                 certificate.check_form()

@@ -1,5 +1,6 @@
 """The messenger calls that carry the messages of the round protocol, and a record of the calls
-under way."""
+under way.
+"""
 
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -54,7 +55,8 @@ class OpenCalls:
 
     def __init__(self, peers: Peers, call: Callable[[str, Message, bytes], Coroutine[Any, Any, None]]) -> None:
         """Create an empty record. `call` sends a message to an island, with the message's
-        encoded bytes, and processes the reply."""
+        encoded bytes, and processes the reply.
+        """
         self._peers, self._make, self._tasks = peers, call, Tasks()
         self._messages: dict[tuple[str, type[Message]], Message] = {}
         """The message that is being sent to an island now, by island and type of message."""

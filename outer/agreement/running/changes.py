@@ -1,5 +1,6 @@
 """Notifies the driver of the round protocol of changes, and combines many changes of a large run
-into one."""
+into one.
+"""
 
 import asyncio
 from contextlib import suppress

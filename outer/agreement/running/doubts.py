@@ -34,7 +34,8 @@ class Doubts:
 
     def add(self, island: str, claim: Status) -> None:
         """Ignore this island's claim to be ahead for a while, because its state could not be
-        taken."""
+        taken.
+        """
         failures = self._failures[island] = self._failures.get(island, 0) + 1
         seconds = backoff(failures, first_seconds=FIRST_SECONDS, max_seconds=MAX_SECONDS)
         self._cancel(island)
@@ -77,7 +78,8 @@ class Doubts:
 
     def clear(self, island: str) -> None:
         """Accept the island's claims again and forget its failures, because its state has been
-        taken."""
+        taken.
+        """
         self._failures.pop(island, None)
         self._cancel(island)
         self.knowledge.believe(island)

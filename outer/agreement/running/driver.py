@@ -205,7 +205,8 @@ class ProtocolDriver:
 
     async def find_donors(self) -> list[Member]:
         """Return the membership records of the islands that hold the surviving history; empty if this island holds
-        it."""
+        it.
+        """
         await self._detector.find_members()
         return self._doubts.find_donors(self._peers.members)
 

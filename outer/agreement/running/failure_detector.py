@@ -94,7 +94,8 @@ class FailureDetector:
 
     def announce(self) -> None:
         """Queue this island's new status. No island waits for the first status of a run, so it
-        goes to some islands, in turn."""
+        goes to some islands, in turn.
+        """
         status, coordinator = self.protocol.knowledge.status, self.protocol.coordination.coordinator
         if status.round == 0 and status.is_coming and coordinator is None:
             self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
@@ -106,7 +107,8 @@ class FailureDetector:
 
     def _find_watched(self) -> frozenset[str]:
         """Return the islands to ping in this second, besides those that wait for this island's
-        status."""
+        status.
+        """
         present, coordination = self.protocol.knowledge.present, self.protocol.coordination
         if coordination.coordinator is None or not present:
             return frozenset()
@@ -122,7 +124,8 @@ class FailureDetector:
 
     def check_freeze(self) -> None:
         """Forbid a commit of the open plan on votes alone if this process has stood still since
-        the last check."""
+        the last check.
+        """
         if self._freeze_detector.was_frozen():
             self.woke_at = loop_time()
             self.peers.deadlines.num_freezes += 1

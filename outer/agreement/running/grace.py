@@ -26,14 +26,16 @@ log = logging.getLogger(__name__)
 @dataclass
 class MissedRounds:
     """Counts the rounds in a row that were committed without an island although it was coming to
-    them."""
+    them.
+    """
 
     knowledge: Knowledge
     _counts: dict[str, int] = field(default_factory=dict)
 
     def on_commit(self, plan: Plan) -> None:
         """Count a missed round for each island that was coming and is not in this committed
-        plan."""
+        plan.
+        """
         coming = {name for name, status in self.knowledge.live.items() if status.is_coming}
         self._counts = {name: self._counts.get(name, 0) + 1 for name in coming.difference(plan.names)}
 
@@ -76,7 +78,8 @@ class GraceTimer:
 
     def update(self, now: float, woke_at: float) -> None:
         """Update the waiting time at `now` from the ready messages. `woke_at`: end of this
-        process's last freeze."""
+        process's last freeze.
+        """
         self._count()
         is_direct = self._protocol.coordination.is_direct
         if is_direct and not self._is_direct:
@@ -89,14 +92,16 @@ class GraceTimer:
     @property
     def is_late(self) -> bool:
         """Return whether the grace period is over: islands that are not ready are no longer
-        waited for."""
+        waited for.
+        """
         grace = self._deadlines.grace(max(1, self._num_contributors), self._num_absent, self._num_missed)
         return self.waited > grace
 
     @property
     def seconds_left(self) -> float:
         """Return the seconds for which contributors still wait for observers to finish their
-        inner steps."""
+        inner steps.
+        """
         return max(0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited)
 
     def _count(self) -> None:
@@ -111,7 +116,8 @@ class GraceTimer:
 
 class HeldUpTimer:
     """Sets `Knowledge.is_held_up` when an island has been ready for a round for longer than
-    honest islands need."""
+    honest islands need.
+    """
 
     def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
         self._knowledge, self._deadlines = knowledge, deadlines
@@ -119,7 +125,8 @@ class HeldUpTimer:
 
     def update(self, now: float, woke_at: float) -> None:
         """Update the flag. Call it while the island gathers. `now` and `woke_at` are as in
-        `GraceTimer.update`."""
+        `GraceTimer.update`.
+        """
         number = self._knowledge.status.round
         if number != self._round:
             self._round, self._since = number, now

@@ -1,5 +1,6 @@
 """Time limits for waiting on other islands in an attempt at a round. All limits follow from
-measurements of this run."""
+measurements of this run.
+"""
 
 from outer.agreement.running.failure_detector import PING_SECONDS, SILENT_SECONDS
 from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, MAX_PATIENCE, Deadlines
@@ -11,13 +12,15 @@ reduce time."""
 
 def plan_limit(deadlines: Deadlines) -> float:
     """Return the longest wait, in seconds, for a plan. It includes the time in which the planner
-    may detect a loss."""
+    may detect a loss.
+    """
     return 2 * (PING_SECONDS + deadlines.limit("call"))
 
 
 def vote_limit(deadlines: Deadlines, reduce_seconds: float) -> float:
     """Return the longest wait, in seconds, for the other votes and their receipts.
-    `reduce_seconds`: duration of this island's reduce."""
+    `reduce_seconds`: duration of this island's reduce.
+    """
     if deadlines.typical("vote") is None:
         return min(deadlines.initial_seconds, max(DEFAULT_FLOOR_SECONDS, FIRST_VOTE_REDUCES * reduce_seconds))
     return deadlines.limit("vote")
@@ -30,7 +33,8 @@ def query_limit(deadlines: Deadlines) -> float:
 
 def held_up_limit(deadlines: Deadlines) -> float:
     """Return the seconds after which a ready island counts as delayed: the bound T, or less
-    while little is measured."""
+    while little is measured.
+    """
     return min(deadlines.initial_seconds / 2, commit_bound(deadlines, 1))
 
 

@@ -1,5 +1,6 @@
 """Access of an island's leader to the other islands: membership records, control addresses and
-calls."""
+calls.
+"""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +33,8 @@ class Peers:
         text: TextPrint | None = None,
     ) -> None:
         """Create the table of peers. `text`: fingerprint of this island's text, which is
-        compared with those of others."""
+        compared with those of others.
+        """
         self.members: dict[str, Member] = {}
         """Membership records of the other islands at the last `refresh`, by island."""
         self._me, self._membership, self._config_hash = me, membership, config_hash
@@ -74,7 +76,8 @@ class Peers:
 
     def addresses(self, island: str) -> list[str]:
         """Return the control addresses of the island's ranks, or an empty list if they are not
-        known."""
+        known.
+        """
         recorded = self.members[island].control_addresses if island in self.members else []
         return self.direct_addresses.get(island, recorded)
 

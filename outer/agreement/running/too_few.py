@@ -22,7 +22,8 @@ class FewIslands:
 
     def __init__(self, knowledge: Knowledge, deadlines: Deadlines, why_unseen: Callable[[], str] = lambda: "") -> None:
         """Create a watcher. `why_unseen`: returns the reason why other islands' records may be
-        invisible here, or ""."""
+        invisible here, or "".
+        """
         self._knowledge, self._deadlines = knowledge, deadlines
         self._why_unseen = why_unseen
         self._met: set[str] = set()
@@ -34,7 +35,8 @@ class FewIslands:
 
     def hear(self, island: str) -> None:
         """Warn, once per island, if an island from which a message has arrived begins with other
-        parameters than this one."""
+        parameters than this one.
+        """
         own, theirs = self._knowledge.status, self._knowledge.statuses.get(island)
         if theirs is None or not (own.is_start and own.is_coming and theirs.is_start and theirs.is_coming):
             return
@@ -70,7 +72,8 @@ class FewIslands:
 
     def _explain_absence(self) -> str:
         """Return why there may be so few islands: others began from different parameters, or
-        none answers."""
+        none answers.
+        """
         if why := self._why_unseen():
             return f"; {why}"
         if not (self._strangers and self._knowledge.status.is_start):
@@ -79,7 +82,8 @@ class FewIslands:
 
     def _name_strangers(self, islands: Sequence[str]) -> str:
         """Return which islands began with other parameters, with both digests, and the three
-        cures."""
+        cures.
+        """
         digests = ", ".join(f"{name} with digest {self._strangers[name][:12]}" for name in islands)
         return (
             f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other parameters, and "
@@ -96,7 +100,8 @@ class FewIslands:
 
     def on_commit(self, plan: Plan) -> None:
         """Warn if the islands that commit are not more than half of the islands that were in the
-        run."""
+        run.
+        """
         self._met |= set(plan.names)
         total = max(len(self._met), self._knowledge.rules.start_islands)
         if 2 * len(plan.names) <= total:

@@ -1,5 +1,6 @@
 """Reports which islands an island waits for, and why, when a gathering or a vote makes no
-progress."""
+progress.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ REPORT_SECONDS = 5.0
 
 class WaitReporter:
     """Logs a wait every REPORT_SECONDS, and passes it to `on_wait`, which is called with None
-    when the wait is over."""
+    when the wait is over.
+    """
 
     def __init__(self, started: float, on_wait: Callable[[Waiting | None], None]) -> None:
         self._reported_at, self._on_wait = started, on_wait
@@ -75,7 +77,8 @@ def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waitin
 
 def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, str]]:
     """Return why the plan was not committed, and the islands that are left out of the next plan,
-    with the reasons."""
+    with the reasons.
+    """
     table = protocol.vote_table.votes
     votes = [vote for name in plan.names if (vote := table.get((plan.id, name)))]
     suspects = protocol.suspicions.excluded(plan.round, table)

@@ -33,7 +33,8 @@ def unpack(packed: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
 
 def pack_numbers(numbers: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Pack 1-D int64 numbers below 2**bits into `out` (uint8, `packed_bytes` long). The lowest
-    bits of all numbers come first."""
+    bits of all numbers come first.
+    """
     each_bit = torch.stack([numbers >> bit & 1 for bit in range(bits)])
     pack(each_bit.to(torch.uint8).view(-1), 1, out)
 

@@ -19,7 +19,8 @@ def num_blocks(num_elements: int, block: int) -> int:
 
 def rows_of(values: torch.Tensor, block: int) -> list[torch.Tensor]:
     """Return views (blocks, elements) of a flat tensor: one of all full blocks, and one of a
-    partial last block, if there is one."""
+    partial last block, if there is one.
+    """
     end = values.numel() // block * block
     rows = [values[:end].view(-1, block)]
     return rows if end == values.numel() else [*rows, values[end:].view(1, -1)]
@@ -27,13 +28,15 @@ def rows_of(values: torch.Tensor, block: int) -> list[torch.Tensor]:
 
 def split_scales(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of a payload's scales (bf16), which come first, and of its remaining bytes
-    (uint8)."""
+    (uint8).
+    """
     return payload[: 2 * num_scales].view(torch.bfloat16), payload[2 * num_scales :]
 
 
 def columns_of(numbers: torch.Tensor, num_elements: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one number per block as columns: one column for each view that `rows_of` returns
-    for `num_elements`."""
+    for `num_elements`.
+    """
     num_full = num_elements // block
     return numbers[:num_full, None], numbers[num_full:, None]
 
@@ -45,7 +48,8 @@ def block_peaks(magnitudes: torch.Tensor, block: int) -> torch.Tensor:
 
 def finite_peaks(magnitudes: torch.Tensor, block: int, values: torch.Tensor) -> torch.Tensor:
     """Return `block_peaks` of the magnitudes of `values`. Raises NonFiniteError if a value is
-    inf or nan."""
+    inf or nan.
+    """
     peaks = block_peaks(magnitudes, block)
     if peaks.numel() and not math.isfinite(peaks.max().item()):
         raise non_finite_error(values)
@@ -61,7 +65,8 @@ def multiply_blocks(values: torch.Tensor, factors: torch.Tensor, block: int, out
 
 def round_up(scales: torch.Tensor, dropped_bits: int) -> torch.Tensor:
     """Round positive fp32 `scales` up, in place, to numbers whose last `dropped_bits` bits are
-    zero."""
+    zero.
+    """
     mask = (1 << dropped_bits) - 1
     scales.view(torch.int32).add_(mask).bitwise_and_(~mask)
     return scales
@@ -69,7 +74,8 @@ def round_up(scales: torch.Tensor, dropped_bits: int) -> torch.Tensor:
 
 def check_scales(scales: torch.Tensor, low: float, high: float, codec: str) -> torch.Tensor:
     """Convert `scales` to fp32. Raises MessageError unless all are between the bounds; nan is
-    never valid."""
+    never valid.
+    """
     scales = scales.float()
     if scales.numel():
         least, most = (bound.item() for bound in torch.aminmax(scales))

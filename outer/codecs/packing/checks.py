@@ -1,5 +1,6 @@
 """Checks that all codecs share, for our own values before encoding and for a peer's bytes before
-decoding."""
+decoding.
+"""
 
 import math
 
@@ -35,7 +36,8 @@ def non_finite_error(values: torch.Tensor) -> NonFiniteError:
 
 def check_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Tensor:
     """Return `payload`, copied if it is not aligned for fp32. Raises MessageError unless it has
-    `num_bytes`."""
+    `num_bytes`.
+    """
     assert payload.dtype == torch.uint8 and payload.dim() == 1, "a payload is a 1-D uint8 tensor"
     if payload.numel() != num_bytes:
         raise MessageError(f"{codec} payload of {payload.numel()} bytes, {num_bytes} expected")

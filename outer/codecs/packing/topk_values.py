@@ -97,6 +97,7 @@ def _encode_sizes(selected: torch.Tensor, top_k: int, header: torch.Tensor, body
 
 def _means(values: torch.Tensor, bins: torch.Tensor, num_bins: int) -> torch.Tensor:
     """Return the fp32 mean of the values in each bin, 0 for an empty bin. bincount adds
-    sequentially on every machine."""
+    sequentially on every machine.
+    """
     sums = torch.bincount(bins, weights=values.double(), minlength=num_bins)
     return (sums / torch.bincount(bins, minlength=num_bins).clamp_(min=1)).float()

@@ -1,5 +1,6 @@
 """A node of the DHT for islands whose calls and payloads do not use libp2p: the islands over
-tls."""
+tls.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ NOWHERE = ["/ip4/127.0.0.1/tcp/0"]
 @dataclass(frozen=True)
 class NodePlace:
     """The place where an island's node listens. Without a `host` the node only sends requests,
-    and stores nothing for others."""
+    and stores nothing for others.
+    """
 
     host: str | None
     port: int = 0
@@ -27,14 +29,16 @@ class NodePlace:
     @property
     def only_asks(self) -> bool:
         """Whether other nodes cannot reach this one, or only at a port that could not be
-        forwarded to it."""
+        forwarded to it.
+        """
         return self.host is None or (self.announce_host is not None and self.port == 0)
 
 
 @dataclass(frozen=True)
 class Meeting:
     """The run whose islands meet, the longest wait for the swarm, and the lifetime of a record,
-    both in seconds."""
+    both in seconds.
+    """
 
     run_id: str
     bootstrap: Sequence[str]

@@ -25,7 +25,8 @@ ASK_SECONDS = 2.0
 
 async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
     """Return how many seconds this machine's clock is ahead of a peer's, up to the round-trip
-    time; None if the peer does not answer."""
+    time; None if the peer does not answer.
+    """
     kind: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
     request = kind(peer=dht.protocol.node_info, validate=False)
     asked = get_dht_time()
@@ -42,7 +43,8 @@ async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
 
 async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:
     """Raise InputError if the clocks of all peers that answer differ from this machine's by more
-    than MAX_APART_SECONDS."""
+    than MAX_APART_SECONDS.
+    """
     found = await asyncio.gather(*(seconds_ahead(dht, peer) for peer in peers))
     known = [ahead for ahead in found if ahead is not None]
     if known and (least := min(known, key=abs)) and abs(least) > MAX_APART_SECONDS:
@@ -64,7 +66,8 @@ def describe(ahead: float) -> str:
 
 class ClockWatch:
     """Warns when the clocks of this machine and a peer begin to differ. It warns again only
-    after they were equal."""
+    after they were equal.
+    """
 
     def __init__(self) -> None:
         self.trouble = ""

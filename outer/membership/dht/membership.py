@@ -1,5 +1,6 @@
 """Calls and records in a swarm that is connected by hivemind's DHT. The swarm survives the
-island that started it."""
+island that started it.
+"""
 
 import asyncio
 import logging
@@ -160,7 +161,8 @@ class HivemindMembership:
 
     def _remember(self, peer_ids: Sequence[str]) -> None:
         """Remember nodes without addresses: the libp2p daemon knows the addresses of peers to
-        which it was connected."""
+        which it was connected.
+        """
         if self.remembers_nodes:
             known = {address.peer_id for address in self._peers.values()}
             for peer_id in peer_ids[: MAX_KNOWN_PEERS - len(self._peers)]:

@@ -77,7 +77,8 @@ async def open_dht(
 
 class BoundedStorage(DHTLocalStorage):
     """The entries that a DHT node stores for others, with limits. hivemind's own storage accepts
-    all entries from all nodes."""
+    all entries from all nodes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,8 @@ class BoundedStorage(DHTLocalStorage):
 
     def _has_room(self, key: Any, subkey: str | None, value: bytes, expiration_time: float) -> bool:
         """Return whether an entry may be stored. If so, it is counted, even if a newer one is
-        stored already."""
+        stored already.
+        """
         now = get_dht_time()
         if len(value) > MAX_VALUE_BYTES or expiration_time > now + MAX_AHEAD_SECONDS:
             return False
@@ -138,7 +140,8 @@ def bootstrap_addresses(bootstrap: Sequence[str]) -> dict[str, PeerAddress]:
 
 async def meet(dht: DHTNode, daemon: Daemon, address: PeerAddress) -> bool:
     """Ping the DHT node at `address`, and return whether it answers. If so, each node is in the
-    other's routing table."""
+    other's routing table.
+    """
     peer_id = PeerID.from_base58(address.peer_id)
     with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
         async with asyncio.timeout(RPC_SECONDS):

@@ -26,7 +26,8 @@ _SUBKEY = re.compile(f"({ISLAND_NAME})@({PUBLIC_KEY})")
 
 class OwnedRecords(RecordValidatorBase):
     """Signs this node's own values, and refuses other nodes' values that their owners have not
-    signed."""
+    signed.
+    """
 
     def __init__(self, key: IslandKey) -> None:
         self._key = key
@@ -52,7 +53,8 @@ def make_subkey(name: str, key: IslandKey) -> str:
 
 def parse_subkey(subkey: object) -> tuple[str, str] | None:
     """Return the name and the owner's public key in a subkey, or None if it does not have this
-    form."""
+    form.
+    """
     found = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
     return (found[1], found[2]) if found else None
 

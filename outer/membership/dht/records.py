@@ -52,7 +52,8 @@ class DhtRecord:
 
 async def store_record(dht: DHTNode, run_id: str, auth: PeerAuth, island: str, body: bytes, expires_at: float) -> None:
     """Store an island's own record. Raises InputError if the record is too long for the nodes to
-    store it."""
+    store it.
+    """
     sealed = seal(auth.key, _member_purpose(run_id, island), body)
     if (size := len(sealed) + SIGNATURE_BYTES) > MAX_VALUE_BYTES:
         raise InputError(
@@ -87,7 +88,8 @@ async def find_members(dht: DHTNode, run_id: str, auth: PeerAuth) -> dict[str, M
 
 async def find_records(dht: DHTNode, run_id: str, key: RunKey | None) -> list[DhtRecord]:
     """Return all well-formed records of a run that the run key opens, in the order of names and
-    keys."""
+    keys.
+    """
     found: list[DhtRecord] = []
     for value in await _read_values(dht, _members_key(run_id)):
         if len(value.value) <= MAX_RECORD_BYTES:
@@ -142,7 +144,8 @@ def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> Differing
 
 async def list_runs(dht: DHTNode) -> list[str]:
     """Return the names of the swarm's runs. If there are more than MAX_LISTED_RUNS, choose at
-    random: a run can also be found by its name."""
+    random: a run can also be found by its name.
+    """
     listed = sorted({value.name for value in await _read_values(dht, RUNS_KEY)})
     if len(listed) <= MAX_LISTED_RUNS:
         return listed

@@ -31,7 +31,8 @@ has disconnected."""
 
 class AddressQuery(Message):
     """Body of `gloo_address` and `gloo_built`: a request about the callee's part in the group of
-    an epoch."""
+    an epoch.
+    """
 
     epoch: str = Field(max_length=MAX_EPOCH_LENGTH)
 
@@ -45,7 +46,8 @@ class GlooAddress(Message):
 
 class AddressStore(dist.Store):
     """The store that gloo reads while it builds one group. gloo calls it on the thread that
-    builds the group."""
+    builds the group.
+    """
 
     def __init__(self, num_endpoints: int, offer: Callable[[str, bytes], None]) -> None:
         super().__init__()
@@ -67,7 +69,8 @@ class AddressStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all endpoints, not only for `keys`, because gloo then connects to each in
-        turn and cannot be cancelled."""
+        turn and cannot be cancelled.
+        """
         with self._changed:
             self._changed.wait_for(self._is_settled, None if timeout is None else timeout.total_seconds())
             if len(self._values) < self._num_endpoints:
@@ -91,7 +94,8 @@ class AddressStore(dist.Store):
 
 class AddressExchange:
     """Answers the requests of other endpoints about this one, and requests theirs. Used on the
-    messenger's event loop."""
+    messenger's event loop.
+    """
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
@@ -154,7 +158,8 @@ class AddressExchange:
 
     async def _hold(self, source: Endpoint, question: str, body: bytes, is_ready: Callable[[], bool]) -> None:
         """Wait until the request can be answered. Raises MessageError once the caller has
-        requested another epoch."""
+        requested another epoch.
+        """
         epoch = (await receive(AddressQuery, body)).epoch
         if (source, question) not in self._asked and len(self._asked) >= MAX_CALLERS:
             self._asked.pop(next(iter(self._asked)))
@@ -185,7 +190,8 @@ def check_gloo_address(theirs: bytes, own: bytes, num_endpoints: int) -> None:
 
 def _parse(value: bytes, num_endpoints: int) -> int | None:
     """Return the size of the address in gloo's address data, or None if the data do not have the
-    expected form."""
+    expected form.
+    """
     host_size = int.from_bytes(value[:8], "little")
     size = int.from_bytes(value[8 + host_size : 16 + host_size], "little")
     is_whole = len(value) == 16 + host_size + size + 8 * num_endpoints

@@ -1,5 +1,6 @@
 """Builds the gloo group of an epoch's endpoints, which exchange their addresses over their
-messengers."""
+messengers.
+"""
 
 import asyncio
 import contextlib
@@ -80,7 +81,8 @@ async def _first_result(
     asking: "Mapping[Endpoint, asyncio.Task[None]]",
 ) -> dist.ProcessGroupGloo:
     """Return the group, or raise the error of the first lost endpoint. An endpoint's task ends
-    early only with an error."""
+    early only with an error.
+    """
     deadline = loop_time() + spec.seconds + MARGIN_SECONDS
     pending: set[asyncio.Task] = {building, *asking.values()}
     while not building.done() and not any(map(_has_failed, asking.values())):
@@ -105,7 +107,8 @@ def _has_failed(task: "asyncio.Task[None]") -> bool:
 
 async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, store: AddressStore) -> None:
     """Put the address data of an endpoint into the store, and return when the endpoint has built
-    the group, too."""
+    the group, too.
+    """
     host, port = spec.addresses[endpoint]
     address = f"{host}:{port}"
     try:
@@ -128,7 +131,8 @@ async def _ask(spec: GroupSpec, endpoint: Endpoint, exchange: AddressExchange, s
 
 def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
     """Build the group. Blocks until all endpoints have joined. Raises DeadlineError for any
-    error of gloo."""
+    error of gloo.
+    """
     endpoints = sorted(spec.addresses)
     try:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

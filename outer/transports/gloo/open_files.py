@@ -1,5 +1,6 @@
 """The number of files that this process may open. gloo needs one per connection, and ends the
-process if it gets none."""
+process if it gets none.
+"""
 
 import resource
 from contextlib import suppress
@@ -17,7 +18,8 @@ def find_allowed_files() -> int:
 
 def allow_many_files() -> int:
     """Raise this process's limit of open files as far as the system allows, at most to
-    MAX_FILES. Return the limit."""
+    MAX_FILES. Return the limit.
+    """
     limit, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = find_allowed_files()
     if limit != resource.RLIM_INFINITY and wanted > limit:

@@ -110,7 +110,8 @@ def gloo_tag(tag: Tag, num_bytes: int) -> int:
 
 def _non_empty(payload: torch.Tensor) -> torch.Tensor:
     """Return the payload, or one byte in place of an empty payload, because gloo sends no empty
-    messages."""
+    messages.
+    """
     return payload if payload.numel() else torch.zeros(1, dtype=torch.uint8)
 
 

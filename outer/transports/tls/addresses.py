@@ -1,5 +1,6 @@
 """Addresses of endpoints over TLS: the address that a rank announces, and checks of addresses in
-others' records."""
+others' records.
+"""
 
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ def choose_announced_host(listen_host: str, announce_host: str | None, relays: S
 
 def build_address(key: str, host: str | None, port: int, relays: Sequence[Route], rank: int, door: Door) -> str:
     """Return the address of one door of a rank: `host` and `port`, if others can reach them, and
-    then the relays."""
+    then the relays.
+    """
     direct = () if host is None else (Route(host, port),)
     return str(IslandAddress(key, (*direct, *(Route(relay.host, relay.port, Behind(rank, door)) for relay in relays))))

@@ -64,7 +64,8 @@ class TlsStream:
 
     def __init__(self, connection: socket.socket, owner: StreamOwner, peer: str, *, is_acceptor: bool) -> None:
         """Create a stream on a connected socket, which is closed with the stream. Call
-        `handshake` before anything else."""
+        `handshake` before anything else.
+        """
         connection.setblocking(False)
         with suppress(OSError):  # it may have ended already
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -84,7 +85,8 @@ class TlsStream:
 
     async def handshake(self) -> None:
         """Begin TLS 1.3. Raises MessageError if the other side does not begin it, and
-        ConnectionError."""
+        ConnectionError.
+        """
         try:
             await self._perform(self._socket.do_handshake)
         except ConnectionResetError as error:
@@ -125,7 +127,8 @@ class TlsStream:
 
     async def finish(self) -> None:
         """Send nothing more, and discard incoming bytes until the other side ends the
-        connection, too. Raises OSError."""
+        connection, too. Raises OSError.
+        """
         socket.socket.shutdown(self._socket, socket.SHUT_WR)
         rest = bytearray(THREAD_BYTES)
         while await self._perform(lambda: self._socket.recv_into(rest)):
@@ -136,7 +139,8 @@ class TlsStream:
 
     def close(self) -> None:
         """Drop the connection and all unsent bytes, and end all waits for it. Idempotent. Must
-        be called on the event loop."""
+        be called on the event loop.
+        """
         if self._is_closed:
             return
         for direction in list(self._waits):
@@ -164,7 +168,8 @@ class TlsStream:
 
     async def _perform(self, operation: Callable[[], T]) -> T:
         """Call an operation of the socket until it succeeds without waiting. Raises
-        ConnectionError."""
+        ConnectionError.
+        """
         while True:
             async with self._calling:
                 try:

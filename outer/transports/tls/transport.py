@@ -1,5 +1,6 @@
 """A transport over TLS 1.3 on connections of our own, for islands that reach each other over the
-open internet."""
+open internet.
+"""
 
 import asyncio
 import logging
@@ -48,7 +49,8 @@ class TlsTransport(StreamTransport):
         dialer: Dialer | None = None,
     ) -> None:
         """Create a transport. `num_streams`: number of streams to each other endpoint, which may
-        choose another number."""
+        choose another number.
+        """
         super().__init__(me, auth, traffic, "", connect_seconds)
         self._dialer = dialer or Dialer()
         self._num_streams, self._round = num_streams, -1
@@ -154,7 +156,8 @@ class TlsTransport(StreamTransport):
 
     async def _accept(self, connection: socket.socket, host: str) -> None:
         """Serve one incoming connection. Until it has proved an island's key, it counts as a
-        stranger's."""
+        stranger's.
+        """
         stream = TlsStream(connection, self._owner, host, is_acceptor=True)
         guest = self._guests.enter(host, stream.close)
         try:
@@ -173,5 +176,6 @@ class TlsTransport(StreamTransport):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a payload. Only payloads that this endpoint expects use memory that
-        is kept for later."""
+        is kept for later.
+        """
         return BUFFERS.bytes(num_bytes) if num_bytes in self._sizes else torch.empty(num_bytes, dtype=torch.uint8)
