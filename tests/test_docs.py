@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=str)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
 FOLDERS = "configs|scripts|docs|tests|diloco|inner|outer"
-NAMED = re.compile(rf"\b(?:{FOLDERS})/[\w./-]+\w\.(?:yaml|py|sh|md)\b|\bscripts\.bench\.\w+")
+NAMED = re.compile(rf"\b(?:{FOLDERS})/[\w./-]+\w\.(?:yaml|py|sh|md)\b|\bscripts\.bench(?:\.\w+)+")
 PACKAGES = ("diloco", "inner", "outer")
 
 

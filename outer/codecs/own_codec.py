@@ -101,7 +101,7 @@ def _values(size: int) -> torch.Tensor:
 
 
 def has_the_stated_size(codec: Any) -> bool:
-    """Return a payload is 1-D uint8 of exactly num_bytes, for any number of elements."""
+    """A payload is 1-D uint8 of exactly num_bytes, for any number of elements."""
     payloads = [(codec.encode(_values(size)), codec.num_bytes(size)) for size in SIZES]
     return all(p.dtype == torch.uint8 and p.shape == (expected,) for p, expected in payloads)
 
@@ -117,7 +117,7 @@ def gives_back_finite_values(codec: Any) -> bool:
 
 
 def keeps_zeros(codec: Any) -> bool:
-    """Return a part of zeros decodes to zeros: what did not change must not change."""
+    """A part of zeros decodes to zeros: what did not change must not change."""
     return all(not codec.decode(codec.encode(torch.zeros(size)), size).any() for size in SIZES)
 
 
@@ -137,7 +137,7 @@ def leaves_the_payload_alone(codec: Any) -> bool:
 
 
 def refuses_what_is_not_finite(codec: Any) -> bool:
-    """Return an inf or a nan is refused when it is encoded."""
+    """An inf or a nan is refused when it is encoded."""
     for value in (math.inf, -math.inf, math.nan):
         try:
             codec.encode(torch.tensor([1.0, value]))

@@ -57,14 +57,14 @@ def gives_equal_bits(merge: Merge) -> bool:
 
 
 def ignores_islands_without_weight(merge: Merge) -> bool:
-    """Return an island of weight zero changes nothing."""
+    """An island of weight zero changes nothing."""
     alone = merge(_parts(2), [0.5, 0.5], None)
     joined = merge([*_parts(2), torch.full((300,), 1e30)], [0.5, 0.5, 0.0], None)
     return torch.equal(alone, joined)
 
 
 def takes_any_size(merge: Merge) -> bool:
-    """Return a part of any size, from one element on, is merged to as many."""
+    """A part of any size, from one element on, is merged to as many."""
     return all(merge(_parts(3, size), [0.5, 0.25, 0.25], None).shape == (size,) for size in (1, 2, 255, 256))
 
 

@@ -59,7 +59,7 @@ def gives_equal_bits(rule: OuterRule) -> bool:
 
 
 def steps_elements_alone(rule: OuterRule) -> bool:
-    """Return a part has the same bits however it is cut into stretches of 64 elements: each
+    """A part has the same bits however it is cut into stretches of 64 elements: each
     element is stepped by itself.
     """
     return torch.equal(_stepped(rule, SIZE), _stepped(rule, STRETCH))
@@ -71,7 +71,7 @@ def stays_finite(rule: OuterRule) -> bool:
 
 
 def leaves_the_mean_alone(rule: OuterRule) -> bool:
-    """Return the mean is not changed."""
+    """The mean is not changed."""
     mean = torch.ones(STRETCH)
     rule.step(torch.zeros(STRETCH), torch.zeros(STRETCH), mean, 0.7)
     return torch.equal(mean, torch.ones(STRETCH))

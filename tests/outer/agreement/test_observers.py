@@ -171,7 +171,7 @@ def test_a_plan_that_nobody_gives_anything_to_is_refused() -> None:
 
 def test_in_a_run_that_waits_for_all_nobody_listens() -> None:
     a = gathering("a", giving="ab", has_observers=False)
-    with pytest.raises(MessageError, match="'b' listens"):
+    with pytest.raises(MessageError, match="'b' is an observer, but this run waits for all islands"):
         a.receive("b", ready_of(node("b", ""), listens=True))
     b = gathering("b", giving="ab", has_observers=False)
     asleep = ready_of(b).model_copy(update=OBSERVER_FIELDS)

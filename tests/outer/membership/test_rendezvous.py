@@ -66,7 +66,7 @@ async def restart(servers: list[Rendezvous], log: pytest.LogCaptureFixture) -> N
     servers[0].close()
     await wait_for(lambda: is_said("is lost"), True)
     servers[0] = serve_rendezvous("127.0.0.1", int(servers[0].address.rpartition(":")[2]))
-    await wait_for(lambda: is_said("is back"), True)
+    await wait_for(lambda: is_said("answers again"), True)
 
 
 def test_a_run_goes_on_while_its_rendezvous_is_dead_and_fills_the_next():
