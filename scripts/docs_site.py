@@ -9,6 +9,10 @@ from typing import Any
 import jupytext
 from mkdocs.structure.files import File, Files
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs takes it away again when this file is read
+
+from scripts import docs_settings
+
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
 TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
@@ -55,7 +59,14 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Keep the words of a link out of docs/ and drop the link; lead links to a tutorial to its page."""
     markdown = TUTORIAL.sub(r"(\1.md)", markdown)
+    if page.file.src_uri == "settings.md":
+        markdown = docs_settings.split_by_section(markdown)
     return OUTSIDE.sub(r"\1", markdown) if "/" not in page.file.src_uri else markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Make the settings readable on a phone."""
+    return docs_settings.name_cells(html) if page.file.src_uri == "settings.md" else html
 
 
 def decisions_page(folder: Path) -> str:

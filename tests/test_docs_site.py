@@ -1,5 +1,6 @@
 """The documentation builds as a site without a warning, and its generated pages are complete."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_the_decisions_are_listed(site: Path) -> None:
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     loads = ('src="http', "src='http", 'rel="stylesheet" href="http', 'rel="preconnect"')
     assert [page for page in site.rglob("*.html") if any(each in page.read_text() for each in loads)] == []
+
+
+def test_each_setting_stands_in_its_section_with_what_a_phone_shows_before_its_cells(site: Path) -> None:
+    text = (site / "settings/index.html").read_text()
+    keys = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"<tr>\s*<td><code>(.+?)</code></td>", text)
+    assert sorted(row.replace("<wbr>", "") for row in rows) == sorted(keys)
+    assert text.count(' data-head="allowed"') == text.count(' data-head="default"') == len(keys) > 200
+    assert all(f'id="section-{name}"' in text for name in ("model", "data", "optimizer", "outer", "island"))
