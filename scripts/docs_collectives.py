@@ -1,0 +1,3 @@
+"""The diagrams of docs/collectives.md."""
+
+COLLECTIVES = {}
