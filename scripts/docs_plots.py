@@ -1,4 +1,4 @@
-"""Draws the plots of docs/ that follow from the planner, and puts its tables into the pages.
+"""Draws the plots of docs/ that follow from the planner or from kept runs, and puts its tables into the pages.
 
 python -m scripts.docs_plots
 """
@@ -9,10 +9,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from diloco.report.style import plot_style, save
-from scripts import docs_attention, docs_long_context, docs_roofline
+from scripts import docs_attention, docs_home, docs_long_context, docs_roofline
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLOTS: dict[str, Callable[[], Figure]] = {
+    "home.png": docs_home.draw_bytes,
     "tiles.png": docs_attention.draw_tiles,
     "attention-bytes.png": docs_attention.draw_traffic,
     "roof.png": docs_roofline.draw_roof,

@@ -6,18 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jupytext
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs takes it away again when this file is read
 
-from scripts import docs_settings
+from scripts import docs_settings, docs_tutorials
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
 TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
-HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
-"""What jupytext puts above a notebook's text."""
+PICTURE = re.compile(r'<img alt="[^"]*" src="([^"]+\.png)" ?/?>')
 API = {
     "A training loop of your own": (
         "diloco.own_loop.islands.Islands",
@@ -51,8 +49,8 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "api.md", content=api_page()))
     files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
-        text = jupytext.writes(jupytext.read(path), fmt="md")
-        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=HEADER.sub("", text)))
+        content = docs_tutorials.page_of(path)
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=content))
     return files
 
 
@@ -65,7 +63,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make the settings readable on a phone."""
+    """Make the settings readable on a phone, and plots lead to themselves, so that a tap shows them at full size."""
+    html = PICTURE.sub(r'<a href="\1">\g<0></a>', html)
     return docs_settings.name_cells(html) if page.file.src_uri == "settings.md" else html
 
 

@@ -1,5 +1,7 @@
 """The documentation builds as a site without a warning, and its generated pages are complete."""
 
+import html
+import json
 import re
 import subprocess
 import sys
@@ -46,6 +48,18 @@ def test_the_page_of_the_python_api_has_what_the_docstrings_say(site: Path) -> N
 def test_a_tutorial_is_a_page_with_its_code(site: Path) -> None:
     text = (site / "tutorials/what_a_codec_does/index.html").read_text()
     assert "error feedback" in text and "build_codec" in text and "jupytext" not in text
+    kept = json.loads((ROOT / "docs/tutorials/outputs/what_a_codec_does.json").read_text())["outputs"]
+    blocks = re.findall(r'<div class="output highlight"><pre>(.*?)</pre>', text, re.DOTALL)
+    shown = [html.unescape(re.sub(r"<[^>]*>", "", block)).strip() for block in blocks]
+    assert shown == [output for output in kept if output]
+
+
+def test_every_tutorial_shows_what_it_printed_and_its_pictures_open(site: Path) -> None:
+    for tutorial in (ROOT / "docs/tutorials").glob("*.py"):
+        text = (site / "tutorials" / tutorial.stem / "index.html").read_text()
+        assert 'class="output highlight"' in text, tutorial.stem
+        for picture in re.findall(r"\.\./images/(\w+\.png)\)", tutorial.read_text()):
+            assert f'<a href="../../images/{picture}"><img' in text, picture
 
 
 def test_the_decisions_are_listed(site: Path) -> None:
