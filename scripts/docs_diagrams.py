@@ -4,70 +4,25 @@ python -m scripts.docs_diagrams [--into FOLDER]
 """
 
 import argparse
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Callable
 from pathlib import Path
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-WIDTH = 360
-STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1c2733 }
-.title { font-weight: 600 }
-.note { font-size: 11.5px; fill: #44566a }
-.box { fill: #eef4fb; stroke: #3b6ea5; stroke-width: 1.2 }
-.group { fill: none; stroke: #8aa0b6; stroke-dasharray: 4 3 }
-.commit { fill: #e7f5ec; stroke: #2f855a; stroke-width: 1.2 }
-.arrow { fill: none; stroke: #44566a; stroke-width: 1.4; marker-end: url(#head) }
-"""
-HEAD = (
-    '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    '<path d="M0 0 8 4 0 8z" fill="#44566a"/></marker>'
+from scripts.docs_collectives import COLLECTIVES
+from scripts.docs_drawing import (
+    IMAGES,
+    Box,
+    draw_arrow,
+    draw_box,
+    draw_line,
+    draw_lines,
+    draw_text,
+    page,
 )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle with a title and lines of text below it; lengths are pixels."""
-
-    x: int
-    y: int
-    width: int
-    height: int
-    title: str
-    lines: tuple[str, ...] = ()
-    kind: str = "box"
-
-
-def draw_box(box: Box) -> str:
-    """The rectangle and its text."""
-    shape = f'<rect class="{box.kind}" x="{box.x}" y="{box.y}" width="{box.width}" height="{box.height}" rx="6"/>'
-    title = draw_text(box.x + 10, box.y + 20, box.title, "title")
-    lines = [draw_text(box.x + 10, box.y + 38 + 16 * row, line, "note") for row, line in enumerate(box.lines)]
-    return "".join([shape, title, *lines])
-
-
-def draw_text(x: int, y: int, text: str, kind: str = "note") -> str:
-    """One line of text that begins at x."""
-    return f'<text class="{kind}" x="{x}" y="{y}">{escape(text)}</text>'
-
-
-def draw_arrow(*points: tuple[int, int]) -> str:
-    """A line through the points, with a head at the last."""
-    path = " ".join(f"{x} {y}" for x, y in points)
-    return f'<path class="arrow" d="M{path}"/>'
-
-
-def page(height: int, label: str, parts: list[str]) -> str:
-    """The SVG of all parts; `label` is what a screen reader says."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-    label = f'aria-label="{escape(label)}">'
-    ground = f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>'
-    return f"{head}{label}<style>{STYLE}</style><defs>{HEAD}</defs>{ground}{''.join(parts)}</svg>\n"
 
 
 def draw_round() -> str:
     """The states of an island in a round, and what leads from one to the next."""
-    left, width = 66, 196
+    left, width = 62, 206
     states = [
         Box(left, 12, width, 52, "Training", ("inner steps",)),
         Box(left, 112, width, 52, "Gathering", ("all wait until a plan is made",)),
@@ -76,7 +31,7 @@ def draw_round() -> str:
         Box(left, 412, width, 52, "Commit", ("outer step, new local params",), "commit"),
     ]
     middle = left + width // 2
-    labels = ["its steps are done: “ready”", "the plan: who takes part", "the reduce ended", "all yes, one digest"]
+    labels = ["its steps are done: “ready”", "a plan is made", "the reduce ended", "all yes, one digest"]
     parts = [draw_box(state) for state in states]
     for row, label in enumerate(labels):
         top = 64 + 100 * row
@@ -117,7 +72,140 @@ def draw_islands() -> str:
     return page(396, "Two islands with unequal meshes share one canonical space", parts)
 
 
-DIAGRAMS = {"round.svg": draw_round, "islands.svg": draw_islands}
+def draw_seam() -> str:
+    """The same layers in two islands, what crosses between them, and where they meet."""
+    layers = [
+        Box(8, 40, 160, 72, "inner/", ("model, FSDP2, AdamW", "Trainer.step()")),
+        Box(8, 150, 160, 56, "LocalParams", ("slices of it, by name",), "other"),
+        Box(8, 244, 160, 56, "Redistribution", ("slices to parts, and back",)),
+        Box(8, 312, 160, 56, "Codec", ("global minus local",)),
+        Box(8, 380, 160, 56, "Reducer", ("means, part by part",)),
+        Box(8, 448, 160, 56, "RoundProtocol", ("ready, plan, vote",)),
+        Box(8, 516, 160, 56, "OuterOptimizer", ("fp32; sharded or whole",), "commit"),
+    ]
+    others = [Box(box.x + 184, box.y, box.width, box.height, box.title, box.lines, box.kind) for box in layers]
+    parts = [draw_box(box) for box in [*layers, *others]]
+    parts.append(draw_text(88, 24, "island 0: four ranks", "title", "middle"))
+    parts.append(draw_text(272, 24, "island 1: one process", "title", "middle"))
+    for middle in (88, 272):
+        parts += [draw_arrow((middle - 8, 112), (middle - 8, 148)), draw_arrow((middle + 8, 150), (middle + 8, 114))]
+        parts += [draw_arrow((middle - 8, 206), (middle - 8, 242)), draw_arrow((middle + 8, 244), (middle + 8, 208))]
+        parts.append(draw_arrow((middle, 572), (middle, 618)))
+    parts.append(draw_text(180, 135, "every H steps", anchor="middle"))
+    parts.append(draw_text(180, 229, "the seam", "title", "middle"))
+    for height in (408, 476):
+        parts += [draw_arrow((168, height - 6), (190, height - 6)), draw_arrow((192, height + 6), (170, height + 6))]
+    swarm = Box(8, 620, 344, 56, "swarm: a rendezvous, or hivemind's DHT", ("who is in the run, and the run's config",))
+    parts.append(draw_box(swarm))
+    return page(686, "The layers of two islands, and what crosses between them", parts)
+
+
+def draw_building() -> str:
+    """How a rank of an island is built, from the config to an inner step."""
+    steps = [
+        ("Degrees, IslandMesh", "pp, dp_replicate, fsdp = dp_shard x cp, tp", "mesh.py"),
+        ("Transformer of a stage, on meta", "a model without memory", "model/transformer.py"),
+        ("attend, if cp > 1", "ring, all_gather or ulysses", "parallel/context/"),
+        ("Cut matrices, if tp > 1", "and the stream along the sequence", "parallel/tensor.py"),
+        ("Recompute", "what the backward computes again", "parallel/recompute.py"),
+        ("torch.compile", "each block", "parallel/compile.py"),
+        ("fully_shard, if ranks are several", "over dp_replicate and fsdp", "parallel/weights/fsdp.py"),
+        ("Initial weights", "by seed and name, or slices of a folder", "model/init.py, huggingface/load.py"),
+        ("Copies in the compute dtype", "without FSDP", "parallel/weights/compute_copies.py"),
+        ("OneStage or Pipeline", "torch's schedules, if pp > 1", "parallel/pipeline/"),
+    ]
+    parts = []
+    for row, (title, what, where) in enumerate(steps):
+        top = 8 + 88 * row
+        parts.append(draw_box(Box(20, top, 320, 70, title, (what, f"inner/{where}"))))
+        parts.append(draw_arrow((180, top + 70), (180, top + 86)))
+    top = 8 + 88 * len(steps)
+    lines = ("count tokens, backward, one all-reduce of loss", "and norm, clip, optimizers")
+    parts.append(draw_box(Box(20, top, 320, 70, "Trainer.step", lines, "commit")))
+    return page(top + 78, "How a rank is built, from the config to an inner step", parts)
+
+
+def draw_messages() -> str:
+    """The messages of a round between three islands; time goes down."""
+    lanes = {"A": 60, "B": 180, "C": 300}
+    left, middle, right = lanes.values()
+    parts = [draw_line((x, 44), (x, 500)) for x in lanes.values()]
+    parts.append(draw_box(Box(left - 50, 8, 100, 36, "A, planner")))
+    parts.append(draw_box(Box(middle - 40, 8, 80, 36, "B")))
+    parts.append(draw_box(Box(right - 40, 8, 80, 36, "C")))
+    told = [
+        (70, "ready: round, tokens, digest", [(middle, left), (right, left)]),
+        (136, "plan: the attempt, who takes part, in order", [(left, middle), (left, right)]),
+    ]
+    for top, words, arrows in told:
+        parts.append(draw_text(180, top, words, "label", "middle"))
+        for row, (begin, end) in enumerate(arrows):
+            parts.append(draw_arrow((begin, top + 12 + 18 * row), (end, top + 18 + 18 * row)))
+    parts.append(draw_box(Box(20, 196, 320, 84, "Payloads to each part's reducer")))
+    parts.append(draw_box(Box(20, 296, 320, 84, "The means, from each part's reducer")))
+    for top in (240, 340):
+        for begin, end in ((left, middle), (middle, right)):
+            parts.append(draw_arrow((begin + 6, top), (end - 6, top)))
+            parts.append(draw_arrow((end - 6, top + 12), (begin + 6, top + 12)))
+        parts.append(draw_arrow((left + 6, top + 26), (right - 6, top + 26)))
+    parts.append(draw_text(180, 406, "vote, to all others: the next state's digest", "label", "middle"))
+    for row, (begin, end) in enumerate([(left, middle), (middle, right), (right, left)]):
+        parts.append(draw_arrow((begin, 416 + 16 * row), (end, 422 + 16 * row)))
+    parts.append(draw_text(180, 484, "a receipt for each vote; then", "label", "middle"))
+    lines = ("all have the same bits, or nobody has changed any",)
+    parts.append(draw_box(Box(8, 500, 344, 56, "Commit: outer step, new local params", lines, "commit")))
+    return page(566, "The messages of a round between three islands", parts)
+
+
+def draw_ledger() -> str:
+    """The order of the text, what of it is trained and leased, and the frontier."""
+    cells = [
+        Box(8, 40, 100, 44, "trained", (), "commit"),
+        Box(108, 40, 74, 44, "leased", (), "box"),
+        Box(182, 40, 86, 44, "returned", (), "other"),
+        Box(268, 40, 84, 44, "never", (), "group"),
+    ]
+    parts = [draw_text(8, 26, "units of text, in reading order: 0, 1, 2, ...")]
+    parts += [draw_box(box) for box in cells]
+    parts.append(draw_arrow((268, 112), (268, 88)))
+    parts.append(draw_text(268, 130, "frontier", "title", "middle"))
+    words = (
+        "A commit moves what its participants have read to",
+        "“trained”, and leases new units to them: first from",
+        "the returned ones, then from the frontier on.",
+    )
+    parts.append(draw_lines(8, 160, words))
+    return page(206, "The data ledger: trained, leased and returned units, and the frontier", parts)
+
+
+def draw_coordinator() -> str:
+    """Among more than four islands all speak with one of them; payloads still go from all to all."""
+    rim = [(60, 60), (300, 60), (40, 190), (320, 190), (100, 300), (260, 300)]
+    parts = []
+    for x, y in rim:
+        parts.append(draw_line((180, 180), (x, y)))
+    for x, y in rim:
+        parts.append(draw_box(Box(x - 34, y - 18, 68, 36, "island")))
+    parts.append(draw_box(Box(122, 150, 116, 58, "coordinator", ("the fastest island",), "commit")))
+    words = (
+        "To it go ready, status and votes; from it come the",
+        "plan and the votes of all. When it is lost, each",
+        "island writes to all others until the next commit.",
+    )
+    parts.append(draw_lines(20, 350, words))
+    return page(396, "Among more than four islands all speak with a coordinator", parts)
+
+
+DIAGRAMS: dict[str, Callable[[], str]] = {
+    "round.svg": draw_round,
+    "islands.svg": draw_islands,
+    "seam.svg": draw_seam,
+    "building.svg": draw_building,
+    "messages.svg": draw_messages,
+    "ledger.svg": draw_ledger,
+    "coordinator.svg": draw_coordinator,
+    **COLLECTIVES,
+}
 
 
 def draw_all(folder: Path) -> list[Path]:

@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jupytext
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs takes it away again when this file is read
+
+from scripts import docs_settings, docs_tutorials
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
 TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
-HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
-"""What jupytext puts above a notebook's text."""
+PICTURE = re.compile(r'<img alt="[^"]*" src="([^"]+\.png)" ?/?>')
 API = {
     "A training loop of your own": (
         "diloco.own_loop.islands.Islands",
@@ -47,15 +49,23 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "api.md", content=api_page()))
     files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
-        text = jupytext.writes(jupytext.read(path), fmt="md")
-        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=HEADER.sub("", text)))
+        content = docs_tutorials.page_of(path)
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Keep the words of a link out of docs/ and drop the link; lead links to a tutorial to its page."""
     markdown = TUTORIAL.sub(r"(\1.md)", markdown)
+    if page.file.src_uri == "settings.md":
+        markdown = docs_settings.split_by_section(markdown)
     return OUTSIDE.sub(r"\1", markdown) if "/" not in page.file.src_uri else markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Make the settings readable on a phone, and plots lead to themselves, so that a tap shows them at full size."""
+    html = PICTURE.sub(r'<a href="\1">\g<0></a>', html)
+    return docs_settings.name_cells(html) if page.file.src_uri == "settings.md" else html
 
 
 def decisions_page(folder: Path) -> str:

@@ -14,6 +14,7 @@ from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
 from diloco.formatting import human_bytes, human_count
 from diloco.planning.mesh.ranks import grids, select_shown
 from diloco.planning.mesh.request import MeshRequest, find_limit, find_requested_hardware
+from diloco.planning.mesh.roofline import roofline_mfu, roofline_table
 from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
@@ -68,6 +69,9 @@ def show_mesh(
     if hardware is not None:
         title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, the terms overlap)"
         print_section(console, title, seconds_table(plan.work, config.optimizer.tokens_per_step, hardware))
+        mfu = roofline_mfu(plan.work, plan.optimizer, hardware.gpu)
+        title = f"Roofline of a step on {hardware.gpu_name}: MFU {mfu:.0%} at best (by data sheets, of a mean rank)"
+        print_section(console, title, roofline_table(plan.work, plan.optimizer, hardware.gpu))
     console.print()
     print_text(console, host_line(config, island, plan))
     verdicts = [each(config.run, island, plan, console) for each in more]
