@@ -1,5 +1,6 @@
 """Tables and plots of the documentation are those that the planner gives now, and the small programs behind them are
-right."""
+right.
+"""
 
 from pathlib import Path
 
