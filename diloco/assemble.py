@@ -16,7 +16,8 @@ from diloco.faults.self_inflicted import slow_down
 from diloco.participation import Participation, Place, open_participation
 from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import loading_corpus
-from diloco.runtime.step_records import MfuMeter, SharedEvaluations, build_mfu_meter, note_peak
+from diloco.runtime.evaluation import SharedEvaluations
+from diloco.runtime.mfu import MfuMeter, build_mfu_meter, note_peak
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
 from diloco.watchdog.rank_times import RankTimes

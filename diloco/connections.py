@@ -14,7 +14,7 @@ from diloco.config.overrides import differing_keys
 from diloco.config.own_code import find_other_code
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
-from diloco.runtime.step_records import SharedEvaluations
+from diloco.runtime.evaluation import SharedEvaluations
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import DifferingConfigsError

@@ -16,9 +16,9 @@ from diloco.config.schema import stage_in_round
 from diloco.island_records import record_round, record_step
 from diloco.island_rounds.of_all import IslandRounds
 from diloco.records.metrics import EvalRecord
+from diloco.runtime.evaluation import evaluate_heldout
 from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import Progress, ResumedState, ResumePoint
-from diloco.runtime.step_records import evaluate_heldout
 from inner.errors import TrainingStopped
 from inner.trainer import StepResult
 from outer.report import CaughtUp, Landing

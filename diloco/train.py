@@ -21,10 +21,12 @@ from diloco.records.kept_config import keep_config, replace_config
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
+from diloco.runtime.evaluation import evaluate_heldout
 from diloco.runtime.garbage import collect_garbage, schedule_garbage
+from diloco.runtime.mfu import build_mfu_meter, note_peak
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
-from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record, note_peak
+from diloco.runtime.step_records import make_step_record
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank

@@ -13,7 +13,7 @@ from diloco.checkpoints.signing import SignatureOptions
 from diloco.config.own_code import check_allowed, own_code
 from diloco.config.schema import IslandConfig, RunConfig, longest_sequence, parse_config
 from diloco.runtime.corpus import load_corpus
-from diloco.runtime.step_records import bits_per_byte
+from diloco.runtime.evaluation import bits_per_byte
 from inner.config import DataConfig
 from inner.data.batches import heldout_windows
 from inner.data.chat.templates import END_MARKERS

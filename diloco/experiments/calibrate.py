@@ -15,8 +15,8 @@ from diloco.assemble import build_batches, build_trainer
 from diloco.config.schema import Config, load_config
 from diloco.experiments.forecast import Cost
 from diloco.runtime.corpus import load_corpus
+from diloco.runtime.evaluation import evaluate_heldout
 from diloco.runtime.process_group import open_process_group, pick_device
-from diloco.runtime.step_records import evaluate_heldout
 from diloco.watchdog.signals import end_with_parent
 from inner.files import write_atomically
 from inner.trainer import Trainer

@@ -31,9 +31,9 @@ from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import provide_own_code
 from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
+from diloco.runtime.evaluation import SharedEvaluations
 from diloco.runtime.garbage import schedule_garbage
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
-from diloco.runtime.step_records import SharedEvaluations
 from diloco.watchdog.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread
 from outer.transports.loopback import Hub

@@ -7,7 +7,7 @@ import torch
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EventRecord, Metrics
-from diloco.status.orders import OrderServer
+from diloco.status.operator_orders import OrderServer
 from diloco.status.record_pages import RecordsServer
 from diloco.status.reply import Doing, Place, StatusServer
 from outer.connect.settings import Network

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.records.logbook import Logbook
 from diloco.records.run_folder import island_folders
 from diloco.runtime.operator_requests import LISTENER, is_listening
-from diloco.status.orders import Action, carry_out
+from diloco.status.operator_orders import Action, carry_out
 from outer.errors import MessageError, OuterError
 from outer.network.endpoints import ISLAND_NAME
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from diloco.config.schema import Config, RunConfig, parse_config
 from diloco.records.logbook import Logbook
-from diloco.status.orders import Action, OrderText, sign_order
+from diloco.status.operator_orders import Action, OrderText, sign_order
 from diloco.watch.collection.collector import Collector
 from diloco.watch.control import OPERATOR, invitation
 from outer.errors import MessageError, first_line

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diloco.records.metrics import Metrics
-from diloco.status.orders import OrderServer
+from diloco.status.operator_orders import OrderServer
 from diloco.status.record_pages import RecordsRequest, RecordsServer
 from diloco.status.reply import Place, StatusServer
 from outer.agreement.messages import Vote

@@ -16,7 +16,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.records.metrics import EvalRecord, EventRecord, RoundRecord, StepRecord, to_line
 from diloco.runtime.operator_requests import SAVE, STOP
-from diloco.status.orders import Order, OrderServer, OrderText, purpose
+from diloco.status.operator_orders import Order, OrderServer, OrderText, purpose
 from diloco.watch.collection.record_check import check_record
 from outer.errors import InputError, MessageError, PeerLost
 from outer.identity.access import BANNED_FILE

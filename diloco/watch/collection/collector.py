@@ -19,8 +19,8 @@ from diloco.config.schema import RunConfig, dump_config, parse_config
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
 from diloco.records.run_folder import CONFIG, METRICS
-from diloco.status.orders import CALL as ORDER
-from diloco.status.orders import Carried, Order
+from diloco.status.operator_orders import CALL as ORDER
+from diloco.status.operator_orders import Carried, Order
 from diloco.status.record_pages import CALL, PAGE_BYTES, RecordsPage
 from diloco.status.reply import CALL as STATUS_CALL
 from diloco.status.reply import IslandStatus

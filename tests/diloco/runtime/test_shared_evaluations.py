@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from diloco.records.metrics import EvalRecord
-from diloco.runtime.step_records import MAX_KEPT, SharedEvaluations
+from diloco.runtime.evaluation import MAX_KEPT, SharedEvaluations
 
 LIMIT = 30.0
 RECORD = EvalRecord(round=3, tokens=100, loss=2.5, bits_per_byte=3.6)

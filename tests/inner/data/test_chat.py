@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from diloco.runtime.step_records import mean_loss
+from diloco.runtime.evaluation import mean_loss
 from inner.config import DataConfig
 from inner.data.batches import IslandBatches, heldout_windows
 from inner.data.chat.coding import CONTEXT, IGNORE

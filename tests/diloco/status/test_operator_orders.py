@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.status.orders import FRESH_MS, Order, OrderServer, OrderText, sign_order
+from diloco.status.operator_orders import FRESH_MS, Order, OrderServer, OrderText, sign_order
 from outer.errors import MessageError
 from outer.identity.island_key import IslandKey
 

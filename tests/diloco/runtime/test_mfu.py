@@ -4,7 +4,7 @@ import pytest
 
 from diloco.config.schema import Config
 from diloco.planning.mesh.gpus import GPUS, find_gpu, find_sheet
-from diloco.runtime.step_records import MfuMeter, find_peak, peak_by_sheet
+from diloco.runtime.mfu import MfuMeter, find_peak, peak_by_sheet
 from diloco.train import baseline
 from tests.swarm import swarm
 
