@@ -75,7 +75,7 @@ def test_any_other_order_is_refused_and_does_nothing(tmp_path: Path, wrong: Orde
 def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.carry_out(order())
-    with pytest.raises(MessageError, match="no newer"):
+    with pytest.raises(MessageError, match="not newer"):
         place.carry_out(order())
     place.carry_out(order(time=round(1000 * NOW) + 1))
 
