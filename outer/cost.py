@@ -72,7 +72,8 @@ def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: 
 @lru_cache(maxsize=64)
 def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
     outer = OuterConfig.model_validate_json(outer_json)
-    codecs, space = build_codec_choice(outer), build_space(specs, outer)
+    codecs = build_codec_choice(outer)
+    space = build_space(specs, outer, codecs)
     if outer.gossip is not None:
         params, peers = build_codec(outer.gossip.params), min(outer.gossip.group, num_islands) - 1
         return [_gossip_bytes(space.parts, codecs, params, peers)]

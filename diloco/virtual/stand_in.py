@@ -82,7 +82,8 @@ class StandInParams:
 
 def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: int) -> StandIn:
     """Build the stand-in for a model with these parameters in a run of `num_islands` islands."""
-    real, codecs = build_space(specs, outer), build_codec_choice(outer)
+    codecs = build_codec_choice(outer)
+    real = build_space(specs, outer, codecs)
     by_fragment = [[p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)]
     is_shared = num_islands > MAX_WHOLE and min(map(len, by_fragment)) >= num_islands
     most = SHARERS if is_shared else max(MIN_PARTS, PARTS_PER_ISLAND * num_islands)

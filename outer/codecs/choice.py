@@ -85,12 +85,13 @@ def build_codec_choice(config: OuterConfig) -> CodecChoice:
     return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments)
 
 
-def build_space(specs: Sequence[TensorSpec], config: OuterConfig) -> Space:
+def build_space(specs: Sequence[TensorSpec], config: OuterConfig, codecs: CodecChoice | None = None) -> Space:
     """Return the canonical space of a run, from the model's parameters and the config.
 
-    Raises InputError when the model has too few layers for the configured fragments.
+    `codecs`: those of the config, if they are built already. Raises InputError when the model has
+    too few layers for the configured fragments.
     """
-    codecs = build_codec_choice(config)
+    codecs = codecs or build_codec_choice(config)
     part_groups = build_part_groups(specs, config, splits_fine=codecs.splits_fine)
     part_elements = config.part_elements or choose_part_elements(sum(prod(spec.shape) for spec in specs))
     return Space(add_moments(specs, config), part_elements, codecs.block_elements, part_groups, config.start_islands)

@@ -265,7 +265,8 @@ def build_gossip_averager(
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     partners = Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
     carried = replica.redistribution.own_parts
-    download = ShareDownload(ShareCoding(replica.space, config), carried, network, pace.deadlines)
+    coding = ShareCoding(replica.space, replica.codecs, config.gossip.params)
+    download = ShareDownload(coding, carried, network, pace.deadlines)
     exchange = GossipExchange(download, server, partners, ranks.background, event_loop)
 
     def find_donors() -> list[Member]:

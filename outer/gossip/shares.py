@@ -7,8 +7,7 @@ import torch
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
-from outer.codecs.choice import build_codec_choice
-from outer.config import OuterConfig
+from outer.codecs.choice import CodecChoice
 from outer.connect.settings import Network
 from outer.errors import MessageError, NonFiniteError, OuterError, TransportError, first_cause
 from outer.gossip.partners import Route
@@ -29,10 +28,11 @@ class ShareCoding:
     params.
     """
 
-    def __init__(self, space: Space, config: OuterConfig) -> None:
-        assert config.gossip is not None, "the run gossips"
-        self._space, self._coding = space, build_codec_choice(config)
-        self._params = build_codec(config.gossip.params)
+    def __init__(self, space: Space, codecs: CodecChoice, params_codec: str) -> None:
+        """`codecs`: those of pseudo-gradients. `params_codec`: the codec of global params."""
+        self._space = space
+        self._coding = codecs
+        self._params = build_codec(params_codec)
 
     def encode(self, part: int, share: Share) -> torch.Tensor:
         """Return the payload, newly allocated. Raises OuterError with the parameter's name for

@@ -10,7 +10,7 @@ import torch
 from outer.agreement.messages import Plan, Vote
 from outer.audits.commitments import Commitments
 from outer.audits.kept_payloads import KeptPayloads
-from outer.codecs.choice import build_codec_choice
+from outer.codecs.choice import CodecChoice
 from outer.config import OuterConfig
 from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, StalledError, TransportError
@@ -191,12 +191,20 @@ def find_partners(plan: Plan, me: Endpoint) -> dict[Endpoint, str]:
 
 
 def build_attempts(
-    config: OuterConfig, me: Endpoint, space: Space, network: Network, deadlines: Deadlines, hooks: Hooks
+    config: OuterConfig,
+    codecs: CodecChoice,
+    me: Endpoint,
+    space: Space,
+    network: Network,
+    deadlines: Deadlines,
+    hooks: Hooks,
 ) -> Attempts:
     """Build the reduce of one rank, with audits if the config selects them. The network's event
     loop must be running.
     """
-    codecs, merge, transport, messenger = build_codec_choice(config), config.merge, network.transport, network.messenger
+    merge = config.merge
+    transport = network.transport
+    messenger = network.messenger
     if config.audit == 0:
         return Attempts(transport, Reducer(transport, codecs, space, me, hooks, merge), deadlines)
     commitments = Commitments(network.island_key, network.names)

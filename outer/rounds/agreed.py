@@ -15,7 +15,6 @@ from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.running.peers import Identity, Peers
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import ROTATE_AFTER
-from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
 from outer.connect.settings import Network
 from outer.errors import InputError, OuterError
@@ -235,7 +234,7 @@ def build_agreed_averager(
     ranks, hooks = replica.ranks, settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
-    attempts = build_attempts(config, me, replica.space, network, pace.deadlines, hooks)
+    attempts = build_attempts(config, replica.codecs, me, replica.space, network, pace.deadlines, hooks)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     recent = RecentLengths(config.merge.refuse_norm_ratio, me.island)
     leader = None
@@ -284,8 +283,8 @@ def _build_download(
     if settings.cache_dir is not None:
         folder = settings.cache_dir / f"rank-{replica.ranks.rank}"
         cache = PartsCache(folder, space.fingerprint, config_hash)
-    parts, codecs = replica.redistribution.own_parts, build_codec_choice(config)
-    wanted = DownloadPlan(space, parts, codecs, config.optimizer, config.start_islands)
+    parts = replica.redistribution.own_parts
+    wanted = DownloadPlan(space, parts, replica.codecs, config.optimizer, config.start_islands)
     fetch = partial(settings.hooks.reached, "fetch")
     return Download(network.messenger, wanted, cache, fetch, settings.on_download)
 

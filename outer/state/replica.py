@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from outer.codecs.choice import build_space
+from outer.codecs.choice import build_codec_choice, build_space
 from outer.config import OuterConfig
 from outer.leases.ledger import Ledger, Terms, begin_ledger
 from outer.merges.geometry import sum_of_squares
@@ -37,7 +37,9 @@ class Replica:
         """
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
-        self.space = build_space(params.specs, config)
+        self.codecs = build_codec_choice(config)
+        """The codec of each part. All that encode or decode on this rank use this one choice."""
+        self.space = build_space(params.specs, config, self.codecs)
         self.redistribution = Redistribution(self.space, params, ranks)
         moments = [part.index for part in self.space.parts if part.is_moment]
         self.carried = GlobalState(self.redistribution.gather(), config.optimizer, config.start_islands, moments)

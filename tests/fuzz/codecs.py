@@ -102,9 +102,12 @@ def _raw(payload: torch.Tensor) -> bytes:
 
 
 def _share_entry() -> Entry:
-    config = OuterConfig(codec="int8", gossip=GossipConfig())
-    space = build_space([Spec("w", (300,))], config)
-    coding, size = ShareCoding(space, config), space.parts[0].num_elements
+    gossip = GossipConfig()
+    config = OuterConfig(codec="int8", gossip=gossip)
+    codecs = build_codec_choice(config)
+    space = build_space([Spec("w", (300,))], config, codecs)
+    coding = ShareCoding(space, codecs, gossip.params)
+    size = space.parts[0].num_elements
     valid = coding.encode(0, Share(_values(size), _values(size)))
 
     def decode(payload: torch.Tensor) -> list[torch.Tensor]:

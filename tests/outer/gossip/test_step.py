@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from outer.codecs.choice import build_codec_choice
 from outer.config import GossipConfig, OuterConfig
 from outer.errors import MessageError
 from outer.gossip.averager import GossipAverager
@@ -319,7 +320,9 @@ def test_an_island_rounds_behind_goes_on_from_one_that_is_ahead() -> None:
 
 def test_a_share_of_another_size_or_not_finite_is_refused() -> None:
     space = Space([Spec("w", (8, 8))], 1024)
-    coding = ShareCoding(space, config(2))
+    gossiping = config(2)
+    assert gossiping.gossip is not None
+    coding = ShareCoding(space, build_codec_choice(gossiping), gossiping.gossip.params)
     num_elements = space.parts[0].num_elements
     share = Share(torch.ones(num_elements), torch.full((num_elements,), 2.0))
     payload = coding.encode(0, share)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from outer.agreement.messages import Plan
 from outer.audits.commitments import Commitments
 from outer.codecs import build_codec
-from outer.codecs.choice import CodecChoice, build_uniform_choice
+from outer.codecs.choice import CodecChoice, build_codec_choice, build_uniform_choice
 from outer.config import CodingConfig, GossipConfig, MergeConfig, OuterConfig
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
@@ -92,10 +92,11 @@ def test_an_observer_audits_and_is_audited() -> None:
     async def main() -> list[int]:
         hub, space = Hub(), Space([Spec("w", (900,))], part_elements=100)
         config = OuterConfig(transport="loopback", audit=1.0)
+        codecs = build_codec_choice(config)
         settings = [NetworkSettings("run", name, 0, hub=hub, island_key=key_of(name)) for name in "abc"]
         networks = [await open_network("loopback", each) for each in settings]
         attempts = [
-            build_attempts(config, each.me, space, network, Deadlines(GUARD_SECONDS), NO_HOOKS)
+            build_attempts(config, codecs, each.me, space, network, Deadlines(GUARD_SECONDS), NO_HOOKS)
             for each, network in zip(settings, networks, strict=True)
         ]
         participants = [
