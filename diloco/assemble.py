@@ -90,9 +90,11 @@ class Runtime:
         """Train on the text and with the settings of this stage from the next inner step on."""
         if number == self.stage or not self.config.stages:
             return
-        config, borders = at_stage(self.config, number), self.outer.position.ledger.borders
+        config = at_stage(self.config, number)
+        borders = self.outer.position.ledger.borders
         assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
-        self.stage, self.batches = number, build_batches(self.config, self.corpus, borders)
+        self.stage = number
+        self.batches = build_batches(self.config, self.corpus, borders)
         self.trainer.enter_stage(config.data.seq_len, config.optimizer)
         if self.speed is not None:
             self.speed = self.speed.at_length(config, self.corpus)
@@ -203,7 +205,8 @@ def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int
         start = find_stage_start(stages, borders, config.reading_seed)
         weights = stages[len(borders)].weights
         texts = [replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True)]
-        corpus, config = replace(corpus, texts=tuple(texts)), at_stage(config, len(borders))
+        corpus = replace(corpus, texts=tuple(texts))
+        config = at_stage(config, len(borders))
     seq_len = config.data.seq_len
     num_sequences = config.optimizer.tokens_per_step // seq_len
     return IslandBatches(corpus, seq_len, config.reading_seed, config.outer.start_islands, num_sequences, start)

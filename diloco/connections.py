@@ -91,7 +91,8 @@ def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings
     """
     first = find_first_of_node(ranks)
     my_turn = "leader" if ranks.is_leader else "first of node" if first == ranks.rank else "others"
-    network, daemon_address = None, None
+    network = None
+    daemon_address = None
     for turn in ("leader", "first of node", "others"):
         if turn == my_turn:
             network = event_loop.run(

@@ -109,6 +109,7 @@ def _scaled(value: float, units: tuple[str, ...], gap: str) -> str:
     index = 0
     # 999.5 would be rounded to 1000 of the smaller unit.
     while abs(value) >= 999.5 and index < len(units) - 1:
-        value, index = value / 1000, index + 1
+        value = value / 1000
+        index = index + 1
     digits = f"{value:.0f}" if index == 0 or abs(value) >= 99.95 else f"{value:.3g}"
     return f"{digits}{gap}{units[index]}"

@@ -34,7 +34,8 @@ MOST_RETURNS = 3
 
 def run(runtime: Runtime) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
-    outer, num_rounds = runtime.outer, runtime.config.outer.num_rounds
+    outer = runtime.outer
+    num_rounds = runtime.config.outer.num_rounds
     runtime.activity.start_untimed("entering the run")
     resumed = resume(runtime)
     outer.begin()
@@ -104,7 +105,8 @@ class IslandDuties:
         await_round(self.runtime)
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
-        runtime, outer = self.runtime, self.runtime.outer
+        runtime = self.runtime
+        outer = self.runtime.outer
         if landing.reports[-1].earlier is not None:
             self.went_back(landing.reports[-1].earlier)
         else:
@@ -175,7 +177,8 @@ def train(runtime: Runtime) -> StepResult:
         runtime.activity.start("inner step")
     runtime.times.begin()
     trainer = runtime.trainer
-    number, unit = runtime.outer.cursor.num_own, runtime.outer.cursor.next_unit()
+    number = runtime.outer.cursor.num_own
+    unit = runtime.outer.cursor.next_unit()
     batch = runtime.batches.read_step(
         unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch, number
     )
@@ -211,7 +214,8 @@ def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
 
     By default that is the cycle of the current round.
     """
-    position, outer = runtime.outer.position, runtime.config.outer
+    position = runtime.outer.position
+    outer = runtime.config.outer
     cycle = position.round // outer.fragments if cycle is None else cycle
 
     def evaluate_here() -> EvalRecord:

@@ -69,7 +69,8 @@ class QuorumDuties:
         self.runtime.participation.rounds.contribution = progress
 
     def landed(self, committed: CommittedRound, made: Progress, cycle: int) -> None:
-        runtime, before = self.runtime, self.cycle
+        runtime = self.runtime
+        before = self.cycle
         runtime.participation.rounds.contribution = NO_PROGRESS
         given = made if committed.is_given else NO_PROGRESS
         record_round(runtime, given, standing(committed.landing), committed.position.ledger)
@@ -104,7 +105,8 @@ class QuorumDuties:
 
     def save(self) -> None:
         """Save a checkpoint, while no round is being prepared. Training goes on if it fails."""
-        self.saved_cycle, self.has_saved = self.cycle, True
+        self.saved_cycle = self.cycle
+        self.has_saved = True
         self.runtime.trainer.inner_step = self.rounds.inner_step
         save(self.runtime, self.rounds.resume_point)
 

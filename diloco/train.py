@@ -44,7 +44,8 @@ LOOPS: dict[str, Callable[[Runtime], None]] = {"all": island.run, "quorum": isla
 
 def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = None) -> None:
     """Run this rank of island `index` until the run is over. `loop` replaces the config's loop."""
-    run, settings = config.run, config.for_island(index)
+    run = config.run
+    settings = config.for_island(index)
     start_logging(settings.label)
     end_with_parent()
     goodbyes: list[Runtime] = []

@@ -104,7 +104,8 @@ class Trainer:
         self.settings = settings
         self.mesh = mesh
         self.inner_step = 0
-        self._config, self._seq_len = optimizer_config, settings.seq_len
+        self._config = optimizer_config
+        self._seq_len = settings.seq_len
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
@@ -151,7 +152,8 @@ class Trainer:
         The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
         """
         assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
-        self._seq_len, self._config = seq_len, optimizer_config
+        self._seq_len = seq_len
+        self._config = optimizer_config
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """Make one inner step on int64 micro-batches (micro_batch, seq_len + 1) on the CPU.

@@ -75,7 +75,8 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
     codecs = build_codec_choice(outer)
     space = build_space(specs, outer, codecs)
     if outer.gossip is not None:
-        params, peers = build_codec(outer.gossip.params), min(outer.gossip.group, num_islands) - 1
+        params = build_codec(outer.gossip.params)
+        peers = min(outer.gossip.group, num_islands) - 1
         return [_gossip_bytes(space.parts, codecs, params, peers)]
     rounds = lcm(*(outer.moments or (1,))) * outer.fragments
     sent = ([i for group in space.part_groups_in(number) for i in space.parts_in[group]] for number in range(rounds))
@@ -168,7 +169,8 @@ def moving_bytes(
 
 def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int) -> dict[str, float]:
     """Return the bytes of an island during a round, by purpose."""
-    codecs, peers = build_codec_choice(outer), num_islands - 1
+    codecs = build_codec_choice(outer)
+    peers = num_islands - 1
     memory: dict[str, float] = {"a round's snapshot": FP32_BYTES * sizes.num_elements}
     if outer.gossip is not None:
         # The island's own share in encoded form, and both tensors of every member's share in
@@ -233,7 +235,8 @@ def _measure(outer: OuterConfig) -> HostSpeed:
     codec = build_codec_choice(outer).codec
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0)) * 1e-3
     payload = codec.encode(values).clone()
-    total, optimizer = WeightedSum(num_elements), OuterOptimizer({0: values.clone()}, outer.optimizer)
+    total = WeightedSum(num_elements)
+    optimizer = OuterOptimizer({0: values.clone()}, outer.optimizer)
     # Allocated before the measurement: an island reuses its memory after the first round, but new
     # memory is slow at first.
     local, gathered, difference = (torch.zeros(COPIED_ELEMENTS) for _ in range(3))

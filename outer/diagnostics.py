@@ -31,7 +31,8 @@ BYTES_PER_MINUTE = 32 << 20
 """Limit for the bytes per minute in each direction. A doctor needs less than half of it."""
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
-MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
+MAX_ADDRESS_LENGTH = 2048
+MAX_CAUSE_LENGTH = 500
 PACKAGES = ("diloco", "torch", "hivemind")
 
 ShortText = Annotated[str, Field(max_length=MAX_VERSION_LENGTH)]
@@ -76,8 +77,11 @@ class ProbeResponder:
     def __init__(
         self, config_hash: str = "", round_number: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._config_hash, self._round, self._clock = config_hash, round_number, clock
-        self._versions, self._began_at = package_versions(), time.monotonic()
+        self._config_hash = config_hash
+        self._round = round_number
+        self._clock = clock
+        self._versions = package_versions()
+        self._began_at = time.monotonic()
 
     def respond(self, body: bytes) -> bytes:
         """Encode the reply to a probe. Raises MessageError if the probe has a body."""
@@ -91,8 +95,10 @@ class DiagnosticsServer:
     """Answers the calls of doctors on one rank."""
 
     def __init__(self, messenger: Messenger, responder: ProbeResponder) -> None:
-        self._messenger, self._responder = messenger, responder
-        self._sent, self._received = Budget(BYTES_PER_MINUTE), Budget(BYTES_PER_MINUTE)
+        self._messenger = messenger
+        self._responder = responder
+        self._sent = Budget(BYTES_PER_MINUTE)
+        self._received = Budget(BYTES_PER_MINUTE)
         self._dial_backs = Budget(DIAL_BACKS_PER_MINUTE)
         messenger.serve("probe", self._on_probe)
         messenger.serve("probe_bytes", self._on_probe_bytes)
@@ -132,7 +138,8 @@ class Budget:
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._left, self._seen_at = float(per_minute), time.monotonic()
+        self._left = float(per_minute)
+        self._seen_at = time.monotonic()
 
     def spend(self, amount: int, what: str) -> None:
         """Take `amount` out of the budget. Raises TransportError, which contains `what`, if less

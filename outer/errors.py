@@ -66,7 +66,8 @@ class PeerLost(TransportError):
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} is lost: {cause}")
-        self.peer, self.cause = peer, cause
+        self.peer = peer
+        self.cause = cause
 
 
 class DeadlineError(TransportError):
@@ -83,7 +84,8 @@ class StalledError(DeadlineError):
     def __init__(self, peer: str, limit_seconds: float, *, of_means: bool) -> None:
         what = "means of island" if of_means else "island"
         super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and waits only for {what} {peer!r}")
-        self.peer, self.of_means = peer, of_means
+        self.peer = peer
+        self.of_means = of_means
 
 
 class MessageError(TransportError):
@@ -106,7 +108,8 @@ class AuditError(MessageError):
         island did not show the payloads.
         """
         super().__init__(cause)
-        self.peer, self.is_wrong = peer, is_wrong
+        self.peer = peer
+        self.is_wrong = is_wrong
 
 
 class NonFiniteError(OuterError):
@@ -116,7 +119,8 @@ class NonFiniteError(OuterError):
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value}: a codec takes finite values only")
-        self.index, self.value = index, value
+        self.index = index
+        self.value = value
 
 
 class QuorumError(OuterError):
@@ -128,7 +132,8 @@ class BehindError(OuterError):
 
     def __init__(self, donors: Collection[str], cause: str) -> None:
         super().__init__(cause)
-        self.donors, self.cause = tuple(donors), cause
+        self.donors = tuple(donors)
+        self.cause = cause
 
 
 class RankLost(RuntimeError):

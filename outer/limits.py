@@ -135,7 +135,8 @@ def _measure_value(schema: Schema, where: str) -> Limit:
             length = _bound(schema, ("max_length",), where)
             return Limit(2 + length * (1 if "pattern" in schema else _ESCAPED_BYTES), length)
         case "int":
-            lowest, highest = _bound(schema, ("ge", "gt"), where), _bound(schema, ("le", "lt"), where)
+            lowest = _bound(schema, ("ge", "gt"), where)
+            highest = _bound(schema, ("le", "lt"), where)
             return Limit(max(len(str(lowest)), len(str(highest))), 0)
         case "float":
             for names in (("ge", "gt"), ("le", "lt")):

@@ -62,8 +62,12 @@ class OuterLoop:
         pace: Pace,
         pending: PendingProgress,
     ) -> None:
-        self.config, self.replica, self.averager = config, replica, averager
-        self.schedule, self.pace, self.pending = schedule, pace, pending
+        self.config = config
+        self.replica = replica
+        self.averager = averager
+        self.schedule = schedule
+        self.pace = pace
+        self.pending = pending
         self.worker = averager.event_loop.worker(f"{threading.current_thread().name} rounds")
         """The thread that makes this rank's rounds. It is created now, because later there may be no memory for a
         thread."""
@@ -149,7 +153,9 @@ class OuterLoop:
         be used, too few islands join, or too many attempts have failed.
         """
         assert self._in_flight is not None, "there is a round in flight"
-        snapshot, reports, waited = self._in_flight.snapshot, [], 0.0
+        snapshot = self._in_flight.snapshot
+        reports = []
+        waited = 0.0
         try:
             while not reports:
                 reports, seconds = self._try_to_land(self._in_flight)
@@ -185,7 +191,8 @@ class OuterLoop:
         and does not contain the progress, and no other island has leased the data. Progress that was kept once and
         misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in flight.
         """
-        digest, progress = self.digest, self.replica.pseudo_grads()
+        digest = self.digest
+        progress = self.replica.pseudo_grads()
         for part, values in (self._ahead or {}).items():
             # Local params were trained from these values, which do not contain the pseudo-gradient in flight.
             progress[part] += values - self.replica.carried.parts[part] + (sent or {})[part]
@@ -240,8 +247,10 @@ class OuterLoop:
     def save(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """Return this rank's tensors for a checkpoint, not copied, and its facts. No round may be in flight."""
         assert self._in_flight is None, "what a round in flight will commit is not known yet"
-        memory, units = self.averager.memory, count(self.cursor.read)
-        averager, weights = self.averager, self.pending.weights
+        memory = self.averager.memory
+        units = count(self.cursor.read)
+        averager = self.averager
+        weights = self.pending.weights
         facts = checkpoint.build_facts(self.replica, memory, weights, averager.share, units, averager.proof)
         return checkpoint.collect_tensors(self.replica, memory), facts
 
@@ -257,7 +266,9 @@ class OuterLoop:
         """Resume from a checkpoint. Call it before `begin`, after loading local params. Raises InputError."""
         parsed = checkpoint.parse_facts(facts)
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
-        self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
+        self.pending.weights = parsed.weights
+        self.averager.share = parsed.share
+        self._resumed_units = parsed.units
         self.averager.resume(parsed.proof)
 
     def _take_earlier(self, snapshot: Snapshot) -> None:

@@ -48,7 +48,8 @@ def start_thread(work: Callable[[], None], name: str, seconds: float = START_SEC
     Raises RuntimeError, which contains `name`, if no thread can be created now, or it does not
     begin within `seconds`.
     """
-    has_begun, has_ended = threading.Event(), threading.Event()
+    has_begun = threading.Event()
+    has_ended = threading.Event()
 
     def live() -> None:
         try:
@@ -87,7 +88,8 @@ def started_executor() -> ThreadPoolExecutor:
     event loop when needed.
     """
     number = min(32, (os.cpu_count() or 1) + 4)
-    executor, are_there = ThreadPoolExecutor(number, "work of the event loop"), threading.Barrier(number + 1)
+    executor = ThreadPoolExecutor(number, "work of the event loop")
+    are_there = threading.Barrier(number + 1)
     for _ in range(number):
         executor.submit(are_there.wait, START_SECONDS)
     are_there.wait(START_SECONDS)
@@ -121,7 +123,9 @@ class _Piece:
     """One task of a worker."""
 
     def __init__(self, work: Callable[[], None], worker: str, worker_has_ended: threading.Event) -> None:
-        self._work, self._worker, self._worker_has_ended = work, worker, worker_has_ended
+        self._work = work
+        self._worker = worker
+        self._worker_has_ended = worker_has_ended
         self._is_done = threading.Event()
 
     def run(self) -> None:
@@ -143,7 +147,8 @@ class _Server:
     """The loop of a worker's thread. It holds no reference to the worker itself."""
 
     def __init__(self, work: queue.SimpleQueue["_Piece | None"], name: str) -> None:
-        self._work, self._name = work, name
+        self._work = work
+        self._name = name
 
     def __call__(self) -> None:
         threading.current_thread().name = self._name

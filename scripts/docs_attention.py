@@ -17,7 +17,8 @@ from inner.model.sizes import PRESETS
 from scripts.docs_figures import narrow_axes
 
 BF16 = 2
-ROWS, COLUMNS = 128, 128
+ROWS = 128
+COLUMNS = 128
 """Queries and keys of a tile, in the tables and plots; kernels choose their own."""
 HEAD_DIM = 128
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

@@ -22,7 +22,8 @@ from scripts.docs_drawing import (
 
 def draw_round() -> str:
     """The states of an island in a round, and what leads from one to the next."""
-    left, width = 62, 206
+    left = 62
+    width = 206
     states = [
         Box(left, 12, width, 52, "Training", ("inner steps",)),
         Box(left, 112, width, 52, "Gathering", ("all wait until a plan is made",)),

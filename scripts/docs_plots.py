@@ -29,7 +29,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "traffic by cp": ("long-context.md", docs_long_context.traffic_table),
 }
 """Tables by name: their page, and what makes them."""
-BEGIN, END = "<!-- table: {}, made by scripts/docs_plots.py -->\n", "\n<!-- end of the table -->"
+BEGIN = "<!-- table: {}, made by scripts/docs_plots.py -->\n"
+END = "\n<!-- end of the table -->"
 
 
 def draw_all(folder: Path) -> list[Path]:

@@ -24,7 +24,8 @@ from scripts.results_plots import PAGE, read_table
 ROOT = Path(__file__).resolve().parent.parent
 GPU = find_gpu("h100")
 ADAMW = STATE_BYTES["adamw"]
-COPY_RATE, PRODUCT_RATE = 2.94e12, 768e12
+COPY_RATE = 2.94e12
+PRODUCT_RATE = 768e12
 """What one H100 did at most, by docs/log.md: bytes per second of a copy, and operations of a product of 8192 cubed."""
 MICRO_BATCH_TOKENS = {"150m": 16384, "1b": 8192, "six": 8192}
 """Tokens of a micro-batch where they were measured: scripts/gpu_report/speed.py."""

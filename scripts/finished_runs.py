@@ -41,7 +41,9 @@ def read(file: Path) -> dict[str, object]:
 
 def main() -> None:
     """Run the command that the command line names."""
-    what, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    what = sys.argv[1]
+    source = Path(sys.argv[2])
+    target = Path(sys.argv[3])
     count = {"keep": keep, "restore": restore}[what](source, target)
     print(f"{what}: {count} runs, {target}")
 

@@ -16,7 +16,8 @@ from diloco.experiments.definition.schema import load_experiment
 from diloco.experiments.results.comparison import compare
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/experiments"
-EXPERIMENT, FINISHED = FOLDER / "noise.yaml", FOLDER / "finished/noise.json"
+EXPERIMENT = FOLDER / "noise.yaml"
+FINISHED = FOLDER / "finished/noise.json"
 ID_LENGTH = 16
 NUM_SEEDS = 8
 NUM_LAST = 5
@@ -75,7 +76,8 @@ def print_gap(what: str, plain: list[float], diloco: list[float]) -> None:
     """Print the gap of paired runs, its spread, and what the spread would be without pairs."""
     gap = compare(dict(enumerate(diloco)), dict(enumerate(plain)))
     assert gap is not None and gap.half_width is not None, "eight pairs"
-    low, high = gap.mean - gap.half_width, gap.mean + gap.half_width
+    low = gap.mean - gap.half_width
+    high = gap.mean + gap.half_width
     of_pairs = 100 * stdev(ours / theirs for ours, theirs in zip(diloco, plain, strict=True))
     alone = 100 * (variance(plain) + variance(diloco)) ** 0.5 / mean(plain)
     print(f"gap, by {what}: {100 * gap.mean:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}],", end=" ")

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "configs" / "experiments" / "ten-minutes.yaml"
 FINISHED = ROOT / "configs" / "experiments" / "finished" / "ten-minutes.json"
 IMAGES = ROOT / "docs" / "images"
-PLOT, PICTURE = "loss-bytes.png", "ten-minutes.png"
+PLOT = "loss-bytes.png"
+PICTURE = "ten-minutes.png"
 
 
 def read_lines(folder: Path) -> list[TableLine]:

@@ -102,7 +102,8 @@ def draw_fine_tuning(rows: Table) -> Figure:
     """
     figure, axes = new_axes("Fine-tuned on English", "loss of the English", "loss of the source text")
     for kind, color in (("data-parallel", REFERENCE), ("DiLoCo", ISLAND_COLORS[0])):
-        starts, ends = [], []
+        starts = []
+        ends = []
         for row in (row for row in rows if row[1] == kind):
             (english, english_after), (source, source_after) = numbers(row[2]), numbers(row[4])
             starts.append((english, source))

@@ -85,6 +85,7 @@ LARGER = {
     "inner/data/sources": "one file for each kind of source, beside what they share",
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
+    "outer/loop.py": "the outer loop, with every call that an island makes, in their order",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""
@@ -213,6 +214,24 @@ def lengths_of_functions(path: Path) -> Iterator[tuple[str, int]]:
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 yield f"{module_of(path)}.{node.name}", lines
+
+
+def test_each_assignment_has_a_line_of_its_own():
+    """A swap is one assignment: its values are those from before."""
+    found = {f"{module_of(path)}:{line}" for path in modules() for line in packed_assignments(path)}
+    assert found == set()
+
+
+def packed_assignments(path: Path) -> Iterator[int]:
+    """The lines of `a, b = x, y` in which no value depends on a target."""
+    for node in ast.walk(TREES[path]):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                texts = {
+                    ast.unparse(each) for value in values for each in ast.walk(value) if isinstance(each, ast.expr)
+                }
+                if not texts & {ast.unparse(target) for target in targets}:
+                    yield node.lineno
 
 
 @pytest.mark.parametrize(

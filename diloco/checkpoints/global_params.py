@@ -35,7 +35,8 @@ def read_global_params(
     there is no checkpoint, or if all are damaged or refused by `signer`.
     """
     checkpoint = find_newest_checkpoint(run_dir, island, signer)
-    facts, index = parse_island_facts(checkpoint), read_index(checkpoint)
+    facts = parse_island_facts(checkpoint)
+    index = read_index(checkpoint)
     try:
         run = RunConfig(**facts.run)
     except (TypeError, ValidationError) as error:

@@ -68,7 +68,9 @@ class IslandCheckpoints:
         """The checkpoint whose state `find_earlier` returned last."""
         self._resume_step: int | None = None
         """Inner step of the checkpoint to resume from; None means the newest."""
-        self._run, self._trainer, self._outer = run, trainer, outer
+        self._run = run
+        self._trainer = trainer
+        self._outer = outer
 
     def mirror_to(self, url: str, *, may_pull: bool) -> None:
         """Mirror later checkpoints to this URL.
@@ -146,7 +148,8 @@ class IslandCheckpoints:
         found = self._files.newest() if self._resume_step is None else self._files.at(self._resume_step)
         if found is None:
             return None
-        facts, tensors = parse_island_facts(found), dict[str, torch.Tensor]()
+        facts = parse_island_facts(found)
+        tensors = dict[str, torch.Tensor]()
 
         def allocate(names: Collection[str]) -> Mapping[str, torch.Tensor]:
             tensors.update(self._outer.allocate(names))

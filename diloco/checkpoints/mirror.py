@@ -39,7 +39,9 @@ class Mirror:
     """The mirror of one island's checkpoints; only the leader has one. Methods raise InputError if the URL fails."""
 
     def __init__(self, url: str, keep: int, signer: Signer = disk.UNSIGNED) -> None:
-        self._url, self._keep, self._signer = url, keep, signer
+        self._url = url
+        self._keep = keep
+        self._signer = signer
         self._files, self._root = open_url(url, f"island.checkpoint.mirror: got {url!r}")
         self._lock = Lock()
 
@@ -114,7 +116,8 @@ class Mirror:
 
         The oldest checkpoint comes first.
         """
-        copies, problems = [], []
+        copies = []
+        problems = []
         # Backends cache listings, which then lack what other processes have written since.
         self._files.invalidate_cache()
         for path in map(PurePosixPath, self._files.glob(str(self._root / "step-*" / MANIFEST))):
@@ -140,7 +143,8 @@ class Mirror:
         return info["size"]
 
     def _copy_once(self, newest: SavedCheckpoint) -> None:
-        checkpoint, serials = newest.path, {copy.name: copy.manifest.serial for copy in self._list()[0]}
+        checkpoint = newest.path
+        serials = {copy.name: copy.manifest.serial for copy in self._list()[0]}
         if serials.get(checkpoint.name) == newest.manifest.serial:
             return
         if checkpoint.name in serials:

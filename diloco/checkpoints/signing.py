@@ -60,7 +60,8 @@ def island_signer(island: IslandConfig) -> RunKeySigner:
 
     Raises `outer`'s InputError if its key is unreadable.
     """
-    key, accept = load_run_key(island.run_key_file), island.checkpoint.accept_unsigned
+    key = load_run_key(island.run_key_file)
+    accept = island.checkpoint.accept_unsigned
     return RunKeySigner(key, accept, "island.run_key_file", "island.checkpoint.accept_unsigned=true")
 
 

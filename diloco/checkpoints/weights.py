@@ -173,7 +173,8 @@ def _stop_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokenizer) -> tuple[int | None, int]:
     """Return (bos id or None, longest sequence), considering the model that the run began from."""
-    seq_len, named = longest_sequence(run), run.model.init_from
+    seq_len = longest_sequence(run)
+    named = run.model.init_from
     if named is None:
         return tokenizer.first_id, seq_len
     folder = home_path((island.init_from if island is not None else None) or named, "model.init_from")
@@ -274,7 +275,8 @@ class GenerateRequest:
 
 def generate_texts(weights: Weights, request: GenerateRequest, count: int, device: str) -> Iterator[Iterator[str]]:
     """Generate `count` texts, each in pieces as they are sampled. Text k uses `request.seed` + k."""
-    tokenizer, prompt = weights.encoder(), weights.prompt(request.prompt)
+    tokenizer = weights.encoder()
+    prompt = weights.prompt(request.prompt)
     weights.check_length(len(prompt) + request.max_tokens)
     model = build_whole_model(weights.sizes, weights.tensors, len(prompt) + request.max_tokens, device)
     for number in range(count):

@@ -77,7 +77,8 @@ def _prepare_whole(data: "DataConfig", island: "IslandConfig", processes: int, c
     options = PrepareOptions(processes, report=build_reporter(console))
     corpus = prepare_corpus(data, island.cache, options)
     for text in corpus.texts:
-        train, heldout = human_count(len(text.train)), human_count(len(text.heldout))
+        train = human_count(len(text.train))
+        heldout = human_count(len(text.heldout))
         size = f"{train} training and {heldout} held-out tokens of {text.heldout_bytes / len(text.heldout):.2f} bytes"
         console.print(f"{text.name or 'text'}: {size}", markup=False)
     console.print(f"ready in {island.cache_dir}", markup=False)
@@ -91,11 +92,13 @@ def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, 
 
     shards = island.shards.model_copy(update={"processes": processes})
     options = stream_options(island.model_copy(update={"shards": shards}))
-    cache, say = open_cache(island.cache, options), say_now_and_then(console)
+    cache = open_cache(island.cache, options)
+    say = say_now_and_then(console)
     for source in data.sources:
         if source.source == TOKENS:
             continue
-        supply, number = build_supply(source, cache, options), 0
+        supply = build_supply(source, cache, options)
+        number = 0
         supply.begin()
         while number < len(supply.index.shards) or not supply.index.is_complete:
             supply.bring(number)
@@ -164,7 +167,8 @@ def build_reporter(console: "Console") -> "ProgressCallback":
     say = say_now_and_then(console)
 
     def report(progress: "PrepareProgress") -> None:
-        documents, tokens = human_count(progress.num_documents), human_count(progress.num_tokens)
+        documents = human_count(progress.num_documents)
+        tokens = human_count(progress.num_tokens)
         text = f"{documents} documents, {tokens} tokens, {human_count(progress.tokens_per_second)} tokens/s"
         share = "" if progress.share is None else f", {100 * progress.share:.1f} %"
         say(f"{progress.source}: {text}{share}")

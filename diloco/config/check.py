@@ -156,7 +156,8 @@ def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
         return [island]
     if run.model.name is not None:
         raise ConfigError("island.auto plans memory, which is not possible for an own model; set the settings yourself")
-    candidates, refusal = [], ValueError("nothing to choose from")
+    candidates = []
+    refusal = ValueError("nothing to choose from")
     for each in _combine(run, island):
         try:
             check_step(run, each)
@@ -175,7 +176,9 @@ def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
     list_candidates.
     """
     sequences = run.optimizer.tokens_per_step // run.data.seq_len
-    meshes, kinds, sizes = [island.mesh], [island.parallel.recompute], [island.micro_batch]
+    meshes = [island.mesh]
+    kinds = [island.parallel.recompute]
+    sizes = [island.micro_batch]
     if "mesh" in island.auto:
         degrees = [n for n in AUTO_TP if island.ranks % n == 0]
         meshes = [island.mesh.model_copy(update={"dp_shard": -1, "tp": tp}) for tp in degrees]
@@ -194,7 +197,8 @@ def check_step(run: RunConfig, island: IslandConfig) -> None:
     step of this run.
     """
     degrees = resolve_degrees(island.mesh, island.ranks)
-    tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
+    tokens = run.optimizer.tokens_per_step
+    seq_len = run.data.seq_len
     num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
     # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size works for
     # these checks.
@@ -217,7 +221,8 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
     """Raise InputError if the settings for spikes, z-loss or noise scale do not fit the rest of the
     run.
     """
-    optimizer, outer = run.optimizer, run.outer
+    optimizer = run.optimizer
+    outer = run.outer
     if optimizer.z_loss and is_own:
         raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
     if optimizer.noise_scale_every and optimizer.tokens_per_step < 2 * run.data.seq_len:

@@ -110,9 +110,11 @@ def check_places(run: RunConfig, island: IslandConfig) -> None:
     """
     check_allowed(own_code(run), island.allow_imports, "add to island.allow_imports: ")
     for name, source in named_sources(run.data.of_island(island.label)):
-        own, cure = island.data_paths, "island.data_paths=[PATH]"
+        own = island.data_paths
+        cure = "island.data_paths=[PATH]"
         if name is not None:
-            own, cure = island.mixture_paths.get(name), f"island.mixture_paths={{{name}: [PATH]}}"
+            own = island.mixture_paths.get(name)
+            cure = f"island.mixture_paths={{{name}: [PATH]}}"
         if own is None and (places := _places_of(source)):
             key = "data.dataset" if source.source == "huggingface" else "data.paths"
             raise _place_error(key, ", ".join(places), cure)

@@ -57,7 +57,8 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
     """Return one line for each key that differs between two runs, with both values."""
-    flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
+    flat_ours = flatten(ours.model_dump(mode="json"))
+    flat_theirs = flatten(theirs.model_dump(mode="json"))
     return [
         f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
         for key in flat_ours | flat_theirs

@@ -96,5 +96,6 @@ def find_other_code(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Return the import paths whose file here differs from the file of the island that published
     `theirs`.
     """
-    mine, others = ours.code_sha256, theirs.code_sha256
+    mine = ours.code_sha256
+    others = theirs.code_sha256
     return [path for path in mine if path in others and mine[path] != others[path]]

@@ -212,7 +212,8 @@ def stage_rounds(run: RunConfig) -> tuple[int, ...]:
     """Return the first round of each stage after the first. It is always the first round of a
     cycle.
     """
-    outer, tokens = run.outer, [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
+    outer = run.outer
+    tokens = [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
     a_step = outer.inner_steps * outer.start_islands
     cycles = count_stage_cycles(run.stages, [a_step * each for each in tokens])
     return tuple(sum(cycles[: number + 1]) * outer.fragments for number in range(len(cycles)))

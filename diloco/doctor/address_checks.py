@@ -15,7 +15,9 @@ DIAL_SECONDS = 5.0
 
 def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     """Check that the island can listen at the address in its config, and that others could reach it there."""
-    host, port, where = local.island.listen_host, local.island.listen_port, "island.listen_host"
+    host = local.island.listen_host
+    port = local.island.listen_port
+    where = "island.listen_host"
     network = local.network
     cure = network.listening_cure
     if network.needs_host and host in WILDCARDS:

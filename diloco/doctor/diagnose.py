@@ -64,7 +64,8 @@ def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | N
         raise ConfigError("--strict checks the settings of a config; add --config FILE")
     address = addresses[0] if addresses else None
     levels = asyncio.run(_print_all(diagnose(address, overrides, config_path, run_name, is_strict=is_strict)))
-    failed, warned = levels.count("FAILED"), levels.count("warning")
+    failed = levels.count("FAILED")
+    warned = levels.count("warning")
     typer.echo(f"\n{failed} FAILED, {warned} {'warning' if warned == 1 else 'warnings'}, {levels.count('ok')} ok")
     return 1 if failed else 0
 
@@ -139,7 +140,8 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
             return
     began = time.monotonic()
     try:
-        key, proxy = load_usable_key(local.island), local.island.proxy
+        key = load_usable_key(local.island)
+        proxy = local.island.proxy
         runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
     except (InputError, OuterError) as error:
         yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
@@ -166,7 +168,8 @@ async def check_address(address: str) -> Check:
     target = host_of(address)
     if target is None:
         return Check("ok", "address", "it has no TCP port, so it is not checked separately")
-    where, (seconds, problem) = f"{target[0]} port {target[1]}", await time_connection(*target)
+    where = f"{target[0]} port {target[1]}"
+    (seconds, problem) = await time_connection(*target)
     if problem:
         cure = "check that `diloco bootstrap` or an island runs there, and that its firewall lets this port in"
         return Check("FAILED", "address", f"{where}: {problem}; {cure}")

@@ -105,7 +105,9 @@ def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> No
 
 def check_host_memory(local: LocalIsland) -> Check:
     """Check the host memory for all ranks of the island, or for as many as this machine has GPUs."""
-    run, island, where = local.run, local.island, "host memory"
+    run = local.run
+    island = local.island
+    where = "host memory"
     if run is None:
         machine = find_machine_memory()
         text = f"{human_bytes(machine.num_bytes)} ({machine.source}); --config FILE says whether it is enough"

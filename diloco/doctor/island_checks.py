@@ -24,10 +24,12 @@ from outer.routes.addresses import is_loopback
 CALL_SECONDS = 10.0
 BULK_SECONDS = 30.0
 NUM_SAMPLES = 5
-FIRST_BYTES, GROWTH = 1 << 16, 8
+FIRST_BYTES = 1 << 16
+GROWTH = 8
 ENOUGH_SECONDS = 0.5
 """A transfer of this duration measures the link. After a shorter one, a larger one follows."""
-CLOCK_NOTICED, CLOCK_FAILED = 1.0, 5.0
+CLOCK_NOTICED = 1.0
+CLOCK_FAILED = 5.0
 """Clock differences in seconds. A record of hivemind expires after 15 s by its reader's clock."""
 CLOCK_CURE = "synchronise both clocks by NTP, for example with `timedatectl set-ntp true`"
 
@@ -155,7 +157,8 @@ async def check_calls(remote: RemoteIsland) -> list[Check]:
 
 async def time_call(remote: RemoteIsland) -> tuple[float, float]:
     """Return the duration of one call, and how far the remote clock is ahead, in seconds."""
-    sent_at, began = time.time(), time.perf_counter()
+    sent_at = time.time()
+    began = time.perf_counter()
     theirs = await probe(remote.messenger, remote.address)
     seconds = time.perf_counter() - began
     return seconds, theirs.unix_time - (sent_at + seconds / 2)
@@ -212,8 +215,10 @@ async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
 
 async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> Check:
     """Check that the island can call an island on this machine over a connection that it opens itself."""
-    island, address = remote.member.island, callback.network.messenger.address
-    dial, seconds = diagnostics.DialRequest(address=address), diagnostics.DIAL_BACK_SECONDS + CALL_SECONDS
+    island = remote.member.island
+    address = callback.network.messenger.address
+    dial = diagnostics.DialRequest(address=address)
+    seconds = diagnostics.DIAL_BACK_SECONDS + CALL_SECONDS
     callback.callers.discard(island)
     try:
         call = call_message(

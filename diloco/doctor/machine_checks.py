@@ -66,7 +66,8 @@ def check_versions(local: LocalIsland) -> Check:
 
 def check_config(local: LocalIsland) -> Check:
     """Check that the island's mesh and micro-batch can train the run. The file itself has been validated already."""
-    run, island = local.run, local.island
+    run = local.run
+    island = local.island
     if run is None:
         return Check("ok", "config", "none given; --config FILE also checks it and compares it with the swarm's config")
     text = f"run {run.name!r}, hash {run.hash}, {island.label!r} of {island.ranks} ranks over {local.transport}"
@@ -79,7 +80,8 @@ def check_config(local: LocalIsland) -> Check:
 
 def check_rank_stores() -> Check:
     """Check that other machines cannot reach a store where an island's ranks meet."""
-    where, whose = "rank stores", "among the processes that this user may look at"
+    where = "rank stores"
+    whose = "among the processes that this user may look at"
     if not PROC.exists():
         return Check("ok", where, "not checked, because this machine has no /proc")
     found = ", ".join(map(str, find_rank_stores()))
@@ -97,7 +99,8 @@ def count_needed_files(num_ranks: int) -> int:
 
 def check_open_files(num_ranks: int) -> Check:
     """Check that a rank may open a socket for each other rank, once it has raised its soft limit."""
-    allowed, needed = find_allowed_files(), count_needed_files(num_ranks)
+    allowed = find_allowed_files()
+    needed = count_needed_files(num_ranks)
     text = f"a process may open {allowed} files, and a rank of {num_ranks} may need {needed}"
     if allowed < needed:
         cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or the container's limit"
@@ -154,7 +157,8 @@ def check_daemon() -> Check:
     from outer.membership.dht.membership import serve_bootstrap
     from outer.network.event_loop import EventLoopThread
 
-    loop, began = EventLoopThread(), time.monotonic()
+    loop = EventLoopThread()
+    began = time.monotonic()
     try:
         peer = loop.run(serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None), timeout_seconds=DAEMON_SECONDS)
         seconds = time.monotonic() - began

@@ -21,7 +21,8 @@ from diloco.watchdog.signals import end_with_parent
 from inner.files import write_atomically
 from inner.trainer import Trainer
 
-WARM_UP_STEPS, TIMED_STEPS = 1, 4
+WARM_UP_STEPS = 1
+TIMED_STEPS = 4
 
 
 def measure(config: Config) -> Cost:
@@ -29,7 +30,8 @@ def measure(config: Config) -> Cost:
     open.
     """
     begun = time.process_time()
-    run, island = config.run, config.for_island(0)
+    run = config.run
+    island = config.for_island(0)
     corpus = load_corpus(run, island)
     trainer = build_trainer(run, island, corpus, pick_device(island))
     start = time.process_time() - begun

@@ -104,7 +104,8 @@ def measure(configs: Mapping[str, Config], folder: Path) -> dict[str, Cost]:
 
 def calibrated_seconds(row: Row, cost: Cost) -> float:
     """Return the core-seconds of one run of the row by the calibration."""
-    config, islands = row.config, len(row.config.islands)
+    config = row.config
+    islands = len(row.config.islands)
     evaluations = 1 + config.outer.rounds // config.evaluate.every_rounds
     evaluations *= 1 if config.outer.gossip is None else islands
     return cost.start + islands * config.total_steps * cost.step + evaluations * cost.evaluation

@@ -57,7 +57,8 @@ class ActiveRun:
         self.core_seconds = max(self.core_seconds, read_core_seconds(self.child.process.pid) or 0.0)
         records = self.tail.new_records()
         steps = [record.step for record in records if isinstance(record, StepRecord)]
-        self.steps, self.steps_made = steps[-1] if steps else self.steps, self.steps_made + len(steps)
+        self.steps = steps[-1] if steps else self.steps
+        self.steps_made += len(steps)
         if records:
             self.last_record_at = time.monotonic()
 
@@ -73,7 +74,10 @@ class RunPool:
     """
 
     def __init__(self, folder: ExperimentFolder, runs: Sequence[Run], at_once: int, console: Console) -> None:
-        self.folder, self.waiting, self.at_once, self.console = folder, list(runs), at_once, console
+        self.folder = folder
+        self.waiting = list(runs)
+        self.at_once = at_once
+        self.console = console
         self.active: list[ActiveRun] = []
         self.failed: list[Run] = []
         self.num_done = 0
@@ -148,7 +152,8 @@ class RunPool:
             self.console.print(f"{active.run.label}: {error}", soft_wrap=True)
             return False
         write_result(active.folder, result)
-        loss, seconds = human_loss(result.loss), human_seconds(active.core_seconds)
+        loss = human_loss(result.loss)
+        seconds = human_seconds(active.core_seconds)
         text = f"{active.run.label}: held-out loss {loss}, {seconds} of a core"
         self.console.print(text, soft_wrap=True, highlight=False)
         return True

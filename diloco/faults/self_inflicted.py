@@ -79,7 +79,9 @@ class SelfInflicted:
     """Hooks that inflict the faults of one rank."""
 
     def __init__(self, faults: list[Fault], rank: int, folder: Path) -> None:
-        self._faults, self._rank, self._folder = faults, rank, folder
+        self._faults = faults
+        self._rank = rank
+        self._folder = folder
 
     def reached(self, phase: "Phase", round_number: int) -> None:
         """Kill or stop this process if a fault is due: in its round, or in the first later round with this phase."""

@@ -41,7 +41,8 @@ def draw_fault(draw: random.Random, kind: str, island: int, second: float) -> Fa
         case "freeze":
             return Fault(kind="freeze", targets=(island,), second=second, seconds=short)
         case "slow":
-            factor, seconds = draw.randint(*SLOWNESS), round(draw.uniform(*SLOW_SECONDS), 1)
+            factor = draw.randint(*SLOWNESS)
+            seconds = round(draw.uniform(*SLOW_SECONDS), 1)
             return Fault(kind="slow", targets=(island,), factor=factor, second=second, seconds=seconds)
         case "corrupt":
             return Fault(kind="corrupt", targets=(island,), second=second)

@@ -26,7 +26,9 @@ class IslandRounds:
 
     def __init__(self, outer: OuterLoop, num_rounds: int, events: RoundEvents) -> None:
         """`outer` must have begun. `num_rounds` is the number of rounds of the whole run."""
-        self._outer, self._num_rounds, self._events = outer, num_rounds, events
+        self._outer = outer
+        self._num_rounds = num_rounds
+        self._events = events
         self.made = NO_PROGRESS
         """Progress since the last launch."""
         self.sent = NO_PROGRESS
@@ -54,7 +56,8 @@ class IslandRounds:
 
     def resume(self, point: ResumePoint) -> None:
         """Go on in the middle of a round. Call this before `proceed`."""
-        self.made, self._begun_at = point.made, point.steps
+        self.made = point.made
+        self._begun_at = point.steps
 
     def proceed(self) -> None:
         """Make rounds until an inner step is due or the run is over.
@@ -119,7 +122,8 @@ class IslandRounds:
         # The learning rate follows from the round, however many steps this island made in the last
         # one.
         begin = outer.schedule.begin(outer.round)
-        self.inner_step, self._begun_at = begin + self._begun_at, 0
+        self.inner_step = begin + self._begun_at
+        self._begun_at = 0
         self._events.begins(self.inner_step)
         self._last_step = begin + outer.inner_steps()
 
@@ -155,9 +159,11 @@ class IslandRounds:
 
     def _land(self) -> None:
         self._events.waits()
-        number, landing = self._outer.in_flight, self._outer.land()
+        number = self._outer.in_flight
+        landing = self._outer.land()
         assert number is not None, "there is a round in flight"
-        progress, self.sent = self.sent, NO_PROGRESS
+        progress = self.sent
+        self.sent = NO_PROGRESS
         self._events.landed(number, progress, landing)
 
     @contextmanager
@@ -167,5 +173,6 @@ class IslandRounds:
             yield
         except CaughtUp as caught:
             progress = self.made + self.sent
-            self.made, self.sent = progress if caught.is_kept else NO_PROGRESS, NO_PROGRESS
+            self.made = progress if caught.is_kept else NO_PROGRESS
+            self.sent = NO_PROGRESS
             self._events.caught_up(caught, progress)

@@ -33,7 +33,10 @@ class QuorumIslandRounds:
 
         With `pauses`, no round is prepared between a contribution and the next step or `go_on`.
         """
-        self._outer, self._config, self._events, self._pauses = outer, config, events, pauses
+        self._outer = outer
+        self._config = config
+        self._events = events
+        self._pauses = pauses
         self.rounds = build_quorum_rounds(outer, config.total_tokens)
         self.made = NO_PROGRESS
         """Progress since the island last contributed."""
@@ -149,5 +152,6 @@ class QuorumIslandRounds:
         try:
             yield
         except CaughtUp as caught:
-            progress, self.made = self.made, self.made if caught.is_kept else NO_PROGRESS
+            progress = self.made
+            self.made = self.made if caught.is_kept else NO_PROGRESS
             self._events.caught_up(caught, progress)

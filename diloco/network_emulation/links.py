@@ -19,7 +19,8 @@ BURST_SECONDS = 0.004
 
 A transfer may end earlier by this time.
 """
-MIN_BURST, MAX_BURST = 4_000, 131_072
+MIN_BURST = 4_000
+MAX_BURST = 131_072
 """Limits of the burst, in bytes. A frame has up to 1514 bytes.
 
 If the burst allows it, 64 kB of a TCP stream pass as one frame.
@@ -31,7 +32,8 @@ MIN_QUEUE = 32_000
 """A link drops frames when its queue exceeds QUEUE_SECONDS, a round trip, and MIN_QUEUE bytes."""
 FRAME_BYTES = 1500
 """Bytes per frame, because netem counts its queue in frames."""
-MIN_RATE, MAX_RATE = 64e3, 100e9
+MIN_RATE = 64e3
+MAX_RATE = 100e9
 MAX_RTT = 10.0
 RELAY_RATE = 2e9
 """Total throughput of the delay relay on two cores, bits per second; measured with scripts/bench/outer/links.py."""
@@ -71,7 +73,8 @@ class Links:
 
 def parse_links(texts: Sequence[str], num_islands: int) -> Links:
     """Parse all `--link` options of a run. Raises ConfigError."""
-    default, own = None, {}
+    default = None
+    own = {}
     for text in texts:
         island, link = parse_link(text)
         if island is None and default is None:
@@ -142,7 +145,8 @@ def shape(location: str, device: str, link: AccessLink | None, delay: float = 0.
         # A veth without a queue would count 64 kB of a stream as one frame.
         run_tool(*add, "root", "pfifo")
         return
-    burst, queue = burst_bytes(link), queue_bytes(link)
+    burst = burst_bytes(link)
+    queue = queue_bytes(link)
     rate = ("rate", f"{link.rate:.0f}bit", "burst", str(burst), "limit", str(burst + queue))
     run_tool(*add, "root", "handle", "1:", "tbf", *rate)
     if delay:

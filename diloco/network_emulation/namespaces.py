@@ -69,7 +69,8 @@ class DelayRelay:
 
     def add(self, number: int, device: str, delay: float) -> None:
         """Add a port that delays frames by `delay` seconds. Raises ConfigError if the relay does not confirm it."""
-        commands, answers = self._process.stdin, self._process.stdout
+        commands = self._process.stdin
+        answers = self._process.stdout
         assert commands is not None and answers is not None, "both are pipes"
         with suppress(BrokenPipeError):
             commands.write(f"{number} {device} {delay}\n".encode())

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CLONE_NEWUTS = 0x04000000
-MS_BIND, MS_REC = 4096, 16384
+MS_BIND = 4096
+MS_REC = 16384
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that each node has for itself."""
 HOSTS = Path("/etc/hosts")

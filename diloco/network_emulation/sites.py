@@ -15,7 +15,8 @@ from diloco.network_emulation.namespaces import Namespace, enable_forwarding, ip
 
 NODE_LINK = AccessLink(10e9)
 """Link of a node to the other nodes of its island."""
-BRIDGE, ROUTER = "site", 254
+BRIDGE = "site"
+ROUTER = 254
 MAX_NODES = 250
 
 

@@ -48,7 +48,9 @@ class LeasedData:
         """Create the data. `share`: (index, number) of the equal share of each unit that this rank
         reads.
         """
-        self._islands, self._text, self._share = islands, text, share
+        self._islands = islands
+        self._text = text
+        self._share = share
 
     @property
     def vocab_size(self) -> int:

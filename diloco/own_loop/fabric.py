@@ -42,8 +42,11 @@ class IslandsCallback:
 
         `optimizer` is only needed for `outer.moments`. `state`: as for `Islands`.
         """
-        self._config, self._overrides, self._state = config, overrides, state
-        self._tokens, self._optimizer = tokens_per_step, optimizer
+        self._config = config
+        self._overrides = overrides
+        self._state = state
+        self._tokens = tokens_per_step
+        self._optimizer = optimizer
         self._schedulers: list[Scheduler] = []
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:

@@ -34,7 +34,8 @@ class IslandsCallback(TrainerCallback):
     """The islands, created when training begins."""
 
     def __init__(self, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-        self._config, self._overrides = config, overrides
+        self._config = config
+        self._overrides = overrides
         self._tokens_before = 0
         self._saved: tuple[int, dict[str, Any]] = -1, {}
         """The trainer's step at which the state of the outer loop was taken, and this state."""
@@ -58,7 +59,8 @@ class IslandsCallback(TrainerCallback):
         path = saved_path(args, state)
         saved = read_state(path) if state.global_step and path.exists() else None
         self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved)
-        self._tokens_before, self._saved = int(state.num_input_tokens_seen), (-1, {})
+        self._tokens_before = int(state.num_input_tokens_seen)
+        self._saved = (-1, {})
         self._follow(state, lr_scheduler)
 
     def on_step_end(
@@ -135,7 +137,8 @@ class IslandsCallback(TrainerCallback):
         """
         if args.include_num_input_tokens_seen == "no":
             return args.per_device_train_batch_size * args.gradient_accumulation_steps
-        before, self._tokens_before = self._tokens_before, int(state.num_input_tokens_seen)
+        before = self._tokens_before
+        self._tokens_before = int(state.num_input_tokens_seen)
         return self._tokens_before - before if args.process_index == 0 else 0
 
 

@@ -70,7 +70,8 @@ class Islands:
         """
         read = read_config(config, overrides)
         check_entry(read.run, read.island)
-        params, self._watch = trained_params(model), ParamsWatch(model)
+        params = trained_params(model)
+        self._watch = ParamsWatch(model)
         self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()
         self.config: OwnLoopConfig = read.with_model(check_ranks(self._ranks, params), self._ranks.num_ranks)
@@ -176,7 +177,8 @@ class Islands:
                 self.unit_number = self._outer.cursor.num_own
                 """Number of units that the island had read before this one, if the text is its
                 own."""
-                self._unit, self._has_unit = self._outer.cursor.next_unit(), True
+                self._unit = self._outer.cursor.next_unit()
+                self._has_unit = True
             yield self._unit
 
     @contextmanager
@@ -251,7 +253,9 @@ class Islands:
 
     def _open(self, stack: ExitStack) -> None:
         """Open records and connections, and build the outer loop."""
-        run, island, ranks = self.config.run, self.config.island, self._ranks
+        run = self.config.run
+        island = self.config.island
+        ranks = self._ranks
         folder = island.folder(run.name)
         if ranks.is_leader:
             keep_config(folder.parent, run)
@@ -281,7 +285,8 @@ class Islands:
         """Enter the run. Continue inside a round if the saved state is still the state of the
         run.
         """
-        outer, self._is_closed = self._outer, False
+        outer = self._outer
+        self._is_closed = False
         if saved is not None:
             saved.check(self.config.run.hash)
             outer.restore(saved.tensors, saved.facts)

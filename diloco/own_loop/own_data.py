@@ -16,11 +16,13 @@ class OwnData:
     """The tokenised text, and its division into units in the present stage of the run."""
 
     def __init__(self, run: RunConfig, corpus: Corpus) -> None:
-        self._run, self.corpus = run, corpus
+        self._run = run
+        self.corpus = corpus
         self.is_used = False
         """Whether the loop has requested the text."""
         self.stage = 0
-        self.config, self.batches = at_stage(run, 0), build_batches(run, corpus)
+        self.config = at_stage(run, 0)
+        self.batches = build_batches(run, corpus)
         self._sources: dict[str, int] = {}
 
     def enter_stage(self, round_number: int, borders: Sequence[tuple[int, int]]) -> bool:
@@ -30,7 +32,8 @@ class OwnData:
         if (number := stage_in_round(self._run, round_number)) == self.stage:
             return False
         assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
-        self.stage, self.config = number, at_stage(self._run, number)
+        self.stage = number
+        self.config = at_stage(self._run, number)
         self.batches = build_batches(self._run, self.corpus, borders)
         return True
 
@@ -38,7 +41,8 @@ class OwnData:
         """Return a share of a unit. `share`: (index, number of equal shares); `number` as in
         IslandBatches.read_step.
         """
-        data, optimizer = self.config.data, self.config.optimizer
+        data = self.config.data
+        optimizer = self.config.optimizer
         num_sequences = optimizer.tokens_per_step // data.seq_len // share[1]
         batch = self.batches.read_step(unit, *share, num_sequences, number)
         self._sources = batch.source_tokens
@@ -46,7 +50,8 @@ class OwnData:
 
     def take_sources(self) -> dict[str, int]:
         """Return the tokens of each source of a mixture that were read since the last call."""
-        sources, self._sources = self._sources, {}
+        sources = self._sources
+        self._sources = {}
         return sources
 
     def require_use(self) -> None:

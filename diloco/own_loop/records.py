@@ -27,18 +27,22 @@ class LoopEvents:
 
     def __init__(self, participation: Participation, text: OwnData | None, before_round: Callable[[], None]) -> None:
         """`text`: what the config names. `before_round` is called before the island contributes to a round."""
-        self._participation, self._text, self._before_round = participation, text, before_round
+        self._participation = participation
+        self._text = text
+        self._before_round = before_round
         self.landed_report: RoundReport | None = None
         """Report of the round that has landed since this was last set to None."""
         self.tokens = 0
         """Number of tokens that the island has trained on since it was started."""
-        self._num_steps, self._has_averaged = 0, False
+        self._num_steps = 0
+        self._has_averaged = False
 
     def begins(self, inner_step: int) -> None:
         """Switch the text to the stage of the round. The loop's own schedule counts the steps
         itself.
         """
-        outer, text = self._participation.outer, self._text
+        outer = self._participation.outer
+        text = self._text
         borders = outer.position.ledger.borders
         if text is not None and text.enter_stage(outer.round, borders):
             what = describe_reading(text.config)
@@ -114,7 +118,8 @@ class QuorumLoopEvents:
     """QuorumEvents of an island with its own loop."""
 
     def __init__(self, events: LoopEvents, participation: Participation) -> None:
-        self._events, self._participation = events, participation
+        self._events = events
+        self._participation = participation
 
     def begins(self, inner_step: int) -> None:
         """Call LoopEvents.begins."""

@@ -59,12 +59,15 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     installed.
     """
     if isinstance(config, Mapping):
-        where, parsed = "the config", parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
+        where = "the config"
+        parsed = parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
     else:
-        where, parsed = str(config), load_config(config, overrides)
+        where = str(config)
+        parsed = load_config(config, overrides)
     check_sections(parsed, f"{where} with its overrides" if overrides else where)
     provide_own_code(parsed.run)
-    run, optimizer = parsed.run, parsed.run.optimizer
+    run = parsed.run
+    optimizer = parsed.run.optimizer
     tokens = optimizer.tokens_per_step if "tokens_per_step" in parsed.optimizer.model_fields_set else None
     bounded = optimizer.model_copy(update={"tokens_per_step": tokens or UNBOUNDED})
     has_data = "data" in parsed.model_fields_set

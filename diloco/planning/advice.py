@@ -77,7 +77,8 @@ def needed_bandwidth(case: Case, target: float) -> float | None:
         link = replace(case.link, bits_per_second=bits_per_second)
         return predict(replace(case, link=link)).utilisation >= target
 
-    low, high = case.link.bits_per_second, MAX_BITS_PER_SECOND
+    low = case.link.bits_per_second
+    high = MAX_BITS_PER_SECOND
     if not reaches(high):
         return None
     while high > 1.01 * low:

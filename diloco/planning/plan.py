@@ -117,7 +117,8 @@ def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> Non
     from diloco.planning.laws.statements import Fleet, LawQuestion, statements
     from inner.measure.param_specs import num_elements
 
-    config, case = picture.config, picture.case
+    config = picture.config
+    case = picture.case
     assert request.gpus is not None, "show_laws needs --gpus"
     peaks, source = _peaks(config, request)
     fleet = Fleet(request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts)
@@ -147,9 +148,11 @@ def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> 
         seconds = _parse("--step-seconds", _step_seconds, request.step_seconds)
         return StepTime(seconds, request.spread or 0.0, "as given")
     peaks, source = _peaks(config, request)
-    tokens, num_islands = config.optimizer.tokens_per_step, max(len(islands), len(peaks))
+    tokens = config.optimizer.tokens_per_step
+    num_islands = max(len(islands), len(peaks))
     # With a single plan or a single peak, it holds for all islands.
-    plans, rates = islands * (num_islands // len(islands)), peaks * (num_islands // len(peaks))
+    plans = islands * (num_islands // len(islands))
+    rates = peaks * (num_islands // len(peaks))
     times = [compute_seconds(plan.work, tokens, rate) for plan, rate in zip(plans, rates, strict=True)]
     spread = max(times) / min(times) - 1 if request.spread is None else request.spread
     return StepTime(min(times), spread, f"{source}, {MFU:.0%} of it assumed; or give --step-seconds")

@@ -52,7 +52,8 @@ class Picture:
 
 def print_plan(picture: Picture, console: Console) -> None:
     """Print the whole plan."""
-    case, p = picture.case, picture.prediction
+    case = picture.case
+    p = picture.prediction
     link = f"{human_rate(case.link.bits_per_second)}, round trip {human_duration(case.link.rtt_seconds)}"
     islands = f"{case.num_islands} island{'s' * (case.num_islands > 1)}"
     print_text(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
@@ -95,7 +96,8 @@ def terms_table(case: Case, prediction: Prediction) -> Table:
 
 
 def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
-    outer, rtt = case.outer, human_duration(case.link.rtt_seconds)
+    outer = case.outer
+    rtt = human_duration(case.link.rtt_seconds)
     trips = (CONTROL_TRIPS + PAYLOAD_TRIPS) * outer.fragments
     sent = f"{human_bytes(p.sent_bytes)} each way"
     yield "inner steps", p.compute_seconds, f"{p.inner_steps} x {human_duration(case.step_seconds)}"
@@ -115,7 +117,8 @@ def _spread_note(case: Case) -> str:
 
 def notes(picture: Picture) -> Iterator[str]:
     """Yield further results, one line each."""
-    case, p = picture.case, picture.prediction
+    case = picture.case
+    p = picture.prediction
     if p.hidden_seconds:
         yield f"behind inner steps  {human_duration(p.hidden_seconds)} per cycle, not in the terms above"
     bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} per inner step"
@@ -123,13 +126,16 @@ def notes(picture: Picture) -> Iterator[str]:
     yield f"with {_tokens(picture)}"
     yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"
     if p.is_codec_slower:
-        busy, transfer = human_duration(p.busy_codec_seconds), human_duration(p.busy_transfer_seconds)
+        busy = human_duration(p.busy_codec_seconds)
+        transfer = human_duration(p.busy_transfer_seconds)
         yield f"WARNING: {case.outer.codec} is slower than the link it serves: {busy} for {transfer} of transfer"
 
 
 def _tokens(picture: Picture) -> str:
     """Return a text with the number of tokens and the time that training on them takes."""
-    config, case, p = picture.config, picture.case, picture.prediction
+    config = picture.config
+    case = picture.case
+    p = picture.prediction
     a_cycle = case.num_islands * config.optimizer.tokens_per_step * p.inner_steps
     tokens = picture.tokens or picture.run_tokens
     seconds = tokens / a_cycle * p.total_seconds
@@ -139,7 +145,8 @@ def _tokens(picture: Picture) -> str:
 
 def published_utilisation(picture: Picture) -> float:
     """Return the utilisation of the run by the model of diloco/planning/utilisation.py."""
-    case, outer = picture.case, picture.case.outer
+    case = picture.case
+    outer = picture.case.outer
     sizes = picture.island.work.sizes
     rounds = round_bytes(outer, case.specs, case.num_islands)
     num_params = num_elements(case.specs)
@@ -160,7 +167,9 @@ def memory_table(picture: Picture) -> Table:
     for comparison.
     """
     table = plain_table(("",), ("at least", "estimate"))
-    config, island, case = picture.config, picture.island, picture.case
+    config = picture.config
+    island = picture.island
+    case = picture.case
     first = config.for_island(0)
     host = estimate_host_memory(config.run, first, island.device_type, case.specs, case.num_islands, island.memory)
     for name, num_bytes in host.certain.items():
@@ -189,7 +198,8 @@ def advice_table(picture: Picture) -> Table:
 
 def verdict(picture: Picture) -> str:
     """Return one line of advice: the settings that reach the target, or why none does."""
-    last, goal = picture.rungs[-1], percent(picture.target)
+    last = picture.rungs[-1]
+    goal = percent(picture.target)
     if _is_reached(picture):
         return f"{goal}: {'as configured' if not last.changes else f'set {overrides_of(last.changes)}'}"
     needed = needed_bandwidth(last.case, picture.target)

@@ -118,7 +118,8 @@ def predict(case: Case) -> Prediction:
     if case.outer.gossip is not None:
         # A round of gossip involves only the members of one gossip group.
         case = replace(case, num_islands=min(case.outer.gossip.group, case.num_islands))
-    outer, rounds = case.outer, round_bytes(case.outer, case.specs, case.num_islands)
+    outer = case.outer
+    rounds = round_bytes(case.outer, case.specs, case.num_islands)
     steps = count_steps(case)
     # In steady state all islands keep the pace of the slowest. With dynamic or timed local steps,
     # the slowest makes fewer.
@@ -132,7 +133,8 @@ def predict(case: Case) -> Prediction:
         hidden += (1 - visible) * sum(seconds)
         terms = [term + visible * part for term, part in zip(terms, seconds, strict=True)]
     cycles = len(rounds) // outer.fragments
-    terms, hidden = [term / cycles for term in terms], hidden / cycles
+    terms = [term / cycles for term in terms]
+    hidden = hidden / cycles
     num_copied = sum(sent.num_elements for sent in rounds) / cycles
     return Prediction(
         compute_seconds=steps * case.step_seconds,
@@ -166,7 +168,8 @@ def _round_seconds(case: Case, sent: RoundBytes) -> tuple[float, float, float, f
 
     These are the transfer, the round trips, the codec work beyond the transfer, and the outer step.
     """
-    transfer, codec = _transfer_seconds(case, sent), _codec_seconds(case, sent)
+    transfer = _transfer_seconds(case, sent)
+    codec = _codec_seconds(case, sent)
     trips = (CONTROL_TRIPS + PAYLOAD_TRIPS) * case.link.rtt_seconds if case.num_islands > 1 else 0.0
     # Coding overlaps with the transfer of other parts, except for the first part sent and the last
     # part received.
@@ -205,7 +208,8 @@ def _slow_start_seconds(case: Case, sent: RoundBytes) -> float:
     """Return the time lost to TCP's slow start, which begins again in each round because
     connections pause in between.
     """
-    peers, rtt = case.num_islands - 1, case.link.rtt_seconds
+    peers = case.num_islands - 1
+    rtt = case.link.rtt_seconds
     first = FIRST_WINDOW_BYTES * peers * case.ranks
     in_flight = min(_payload_rate(case) * rtt / 8, sent.most_bytes)
     if peers == 0 or in_flight <= first:
@@ -218,7 +222,9 @@ def _codec_seconds(case: Case, sent: RoundBytes) -> float:
     """Return the time of one rank for coding and merging. It has its own core and an equal share of
     the island's work.
     """
-    speed, islands, elements = case.speed, case.num_islands, sent.num_elements
+    speed = case.speed
+    islands = case.num_islands
+    elements = sent.num_elements
     is_gathered = _is_gathered(case.outer)
     # An island encodes its own values. As the reducer of 1/M of the parts it also decodes the values of all M islands
     # and encodes the mean. It decodes all means.
@@ -226,7 +232,8 @@ def _codec_seconds(case: Case, sent: RoundBytes) -> float:
     decodes = float(islands) if is_gathered else 2.0
     merges = float(islands) if is_gathered else 1.0
     if case.outer.coding.feedback is not None:
-        decodes, merges = decodes + encodes, merges + 2 * encodes
+        decodes = decodes + encodes
+        merges = merges + 2 * encodes
     per_element = encodes * speed.encode + decodes * speed.decode + merges * speed.merge
     return (elements * per_element + sent.mean_bytes * speed.digest) / case.ranks
 

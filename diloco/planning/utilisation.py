@@ -78,7 +78,8 @@ def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
     link = _Link(model, method, gbits)
     seconds = np.zeros_like(gbits)
     for cycle in range(MAX_CYCLES):
-        before, started = seconds, link.now
+        before = seconds
+        started = link.now
         for step in range(cycle * method.inner_steps, (cycle + 1) * method.inner_steps):
             link.step(step)
         seconds = link.now - started
@@ -94,7 +95,8 @@ class _Link:
     def __init__(self, model: Model, method: Method, gbits: np.ndarray) -> None:
         self.now = np.zeros_like(gbits)
         self.node_seconds = model.step_seconds / (3 * model.num_layers)
-        self._method, self._num_layers = method, model.num_layers
+        self._method = method
+        self._num_layers = model.num_layers
         self._layer_seconds = model.num_params / model.num_layers * method.bits / (gbits * 1e9)
         self._free_at = np.zeros_like(gbits)
         self._due: dict[int, dict[int, np.ndarray]] = {}

@@ -21,7 +21,8 @@ from inner.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-FILE, DIFF = "environment.json", "code.diff"
+FILE = "environment.json"
+DIFF = "code.diff"
 MAX_DIFF_BYTES = 1 << 20
 GIT_SECONDS = 10.0
 MOST_NAMED = 8
@@ -37,7 +38,8 @@ def write_environment(folder: Path) -> dict[str, str]:
 
     Return the changes since the last start that can change a result (code and packages), by name.
     """
-    before, now = read_environment(folder), describe_environment()
+    before = read_environment(folder)
+    now = describe_environment()
     diff = read_diff(CHECKOUT)
     write_atomically(folder / FILE, json.dumps(now | {"command": sys.argv}, indent=1) + "\n")
     if diff:
@@ -70,7 +72,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 @cache
 def describe_environment() -> dict[str, Any]:
     """Return the code, software and hardware of this process, which all its islands share."""
-    commit, untracked = git(CHECKOUT, "rev-parse", "HEAD"), git(CHECKOUT, "ls-files", "--others", "--exclude-standard")
+    commit = git(CHECKOUT, "rev-parse", "HEAD")
+    untracked = git(CHECKOUT, "ls-files", "--others", "--exclude-standard")
     return {
         "commit": commit.strip() or None,
         "is_changed": bool(read_diff(CHECKOUT)),
@@ -93,7 +96,8 @@ def find_packages() -> dict[str, str]:
     A package whose metadata cannot be read is left out with a warning: its installation was
     interrupted, or is still running.
     """
-    found, unreadable = dict[str, str](), list[str]()
+    found = dict[str, str]()
+    unreadable = list[str]()
     for each in distributions():
         try:
             name, number = read_name_and_version(each)

@@ -11,7 +11,8 @@ class GrowingFile:
     """A file of lines that may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
+        self.path = path
+        self._offset = 0
         self._is_in_long_line = False
         """Whether the byte at the offset belongs to a line that is being skipped."""
 
@@ -25,7 +26,8 @@ class GrowingFile:
                     lines += data[:end].split(b"\n")[self._is_in_long_line : -1]
                     self._is_in_long_line = False
                 elif len(data) >= MAX_LINE_BYTES or self._is_in_long_line:
-                    end, self._is_in_long_line = len(data), True
+                    end = len(data)
+                    self._is_in_long_line = True
                 else:
                     break  # The rest of the line is still to come.
                 self._offset = file.seek(self._offset + end)

@@ -42,16 +42,19 @@ class LatestRecords:
 
     def write(self, record: Record) -> None:
         """Apply the next record."""
-        self.time, self.end = record.time, ""
+        self.time = record.time
+        self.end = ""
         match record:
             case StepRecord():
-                self.step, self.tokens = record.step, record.tokens
+                self.step = record.step
+                self.tokens = record.tokens
                 self.tokens_per_second = record.tokens_per_second
                 self.loss = self.loss if record.loss is None else record.loss
             case RoundRecord():
                 self._write_round(record)
             case EvalRecord():
-                self.eval_loss, self.eval_round = record.loss, record.round
+                self.eval_loss = record.loss
+                self.eval_round = record.round
             case EventRecord():
                 self._note(f"{record.name}: {record.text}" if record.text else record.name, record.time)
                 self.end = record.name if record.name in ENDS else ""
@@ -60,7 +63,8 @@ class LatestRecords:
         """Do nothing: there is nothing to close."""
 
     def _write_round(self, record: RoundRecord) -> None:
-        self.round, self.num_participants = record.round, len(record.participants)
+        self.round = record.round
+        self.num_participants = len(record.participants)
         self.bytes_sent += record.bytes_sent
         if record.committed:
             self.committed.add(record.round)
@@ -72,4 +76,5 @@ class LatestRecords:
             self._note(f"round {record.round}{'' if record.committed else ' aborted'}: {record.cause}", record.time)
 
     def _note(self, text: str, time: float) -> None:
-        self.event, self.event_time = one_line(text), time
+        self.event = one_line(text)
+        self.event_time = time

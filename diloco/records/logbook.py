@@ -71,9 +71,11 @@ class Logbook:
         warning.
         """
         config = flatten({**run.model_dump(mode="json"), "island": island.model_dump(mode="json")})
-        mesh, restarts = resolve_degrees(island.mesh, island.ranks), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        mesh = resolve_degrees(island.mesh, island.ranks)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         folder = self.path.parent / self.island
-        entries, previous = self.last_entries(), read_start(folder)
+        entries = self.last_entries()
+        previous = read_start(folder)
         name = "started" if previous is None else "started again"
         by = "" if restarts == "0" else f", restart {restarts}"
         self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {describe_software()}{by}")

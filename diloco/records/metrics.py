@@ -208,8 +208,10 @@ class Metrics:
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
-        self._sinks, self._lock = list(sinks), threading.RLock()
-        self._path, self._num_lost = path, 0
+        self._sinks = list(sinks)
+        self._lock = threading.RLock()
+        self._path = path
+        self._num_lost = 0
         self._file: RawIOBase | None = None
         self._is_inside_a_line = self._is_closed = False
         with suppress(OSError):  # Each record tries to open it again, and the first failure is logged.

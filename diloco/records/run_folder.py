@@ -115,7 +115,8 @@ class Tail:
     """Reads a metrics.jsonl that may still grow or may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, GrowingFile(path)
+        self.path = path
+        self._file = GrowingFile(path)
 
     def new_records(self) -> list[Record]:
         """Return the records whose lines were completed since the last call."""

@@ -67,7 +67,8 @@ def write_report(run: RunRecords, summary: Summary, out: Path | None = None) -> 
 
 def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Path) -> str:
     """Return the whole page as HTML. It will be a file in `out`."""
-    num_columns, islands = 3 if summary["baseline"] else 2, island_rows(run.islands)
+    num_columns = 3 if summary["baseline"] else 2
+    islands = island_rows(run.islands)
     return TEMPLATES.get_template(TEMPLATE).render(
         name=summary["name"],
         subtitle=_subtitle(run, summary),
@@ -93,14 +94,18 @@ def _subtitle(run: RunRecords, summary: Summary) -> str:
 
 
 def _tiles(summary: Summary) -> list[Tile]:
-    ratio, traffic = summary["loss_ratio"], traffic_ratio(summary)
+    ratio = summary["loss_ratio"]
+    traffic = traffic_ratio(summary)
     reference = f"{(ratio - 1) * 100:+.1f} % to data-parallel" if ratio else _bigram_reference(summary)
     look, digests = {None: ("", UNKNOWN), True: ("good", "equal"), False: ("wrong", "DIFFERENT")}[
         summary["digests_equal"]
     ]
     if summary["final_eval_losses"] is not None:
-        look, digests, reference = "", "their own", f"mean of islands; {reference}"
-    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
+        look = ""
+        digests = "their own"
+        reference = f"mean of islands; {reference}"
+    sent = total(summary["bytes_sent"])
+    would_have = total(summary["data_parallel_bytes"])
     scope = f"{human_bytes(sent)} instead of {human_bytes(would_have)}" if would_have else "by all islands together"
     disagreeing = ", ".join(map(str, summary["rounds_disagreeing"][:8]))
     return [

@@ -16,7 +16,9 @@ from inner.files import write_atomically
 # Okabe and Ito's palette, which is safe for common colour blindness. Vermillion is reserved for errors.
 ISLAND_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00")
 WRONG = "#D55E00"
-INK, FAINT, REFERENCE = "#22252B", "#E4E6EA", "#5C6370"
+INK = "#22252B"
+FAINT = "#E4E6EA"
+REFERENCE = "#5C6370"
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 11,

@@ -56,7 +56,8 @@ def summarise_records(run: RunRecords) -> Summary:
     }
     if run.baseline is not None:
         baseline = summary["baseline"] = training_figures([run.baseline])
-        ours, theirs = summary["final_eval_loss"], baseline["final_eval_loss"]
+        ours = summary["final_eval_loss"]
+        theirs = baseline["final_eval_loss"]
         summary["loss_ratio"] = ours / theirs if ours and theirs else None
     return summary
 
@@ -221,7 +222,8 @@ def traffic_ratio(summary: Summary) -> float | None:
 
     None if either is zero or unknown.
     """
-    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
+    sent = total(summary["bytes_sent"])
+    would_have = total(summary["data_parallel_bytes"])
     return would_have / sent if sent and would_have else None
 
 

@@ -16,7 +16,8 @@ SummaryRow = tuple[str, str, str]
 def summary_rows(summary: Summary) -> list[SummaryRow]:
     """Return one row for each known figure."""
     baseline = summary["baseline"]
-    ours, theirs = _training_figures(summary), _training_figures(baseline) if baseline else {}
+    ours = _training_figures(summary)
+    theirs = _training_figures(baseline) if baseline else {}
     (loss, *trained) = [(what, ours[what], theirs.get(what, "")) for what in ours]
     sections = (_round_rows, _traffic_rows, _data_rows, _fault_rows, _data_parallel_rows)
     alone = [row for section in sections for row in section(summary)]

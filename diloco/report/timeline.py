@@ -55,7 +55,8 @@ def merge_steps(steps: list[StepRecord]) -> list[Segment]:
     pause = statistics.median(step.seconds for step in steps) / 2
     merged: list[Segment] = []
     for step in steps:
-        start, end = step.time - step.seconds, step.time
+        start = step.time - step.seconds
+        end = step.time
         if merged and start - merged[-1].end <= pause:
             merged[-1] = Segment("inner steps", merged[-1].start, max(end, merged[-1].end))
         else:
@@ -80,7 +81,8 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     spans = [span for island in run.islands for span in island.spans]
     if not spans:
         return "No island has recorded anything yet."
-    origin, last = min(start for start, _ in spans), max(end for _, end in spans)
+    origin = min(start for start, _ in spans)
+    last = max(end for _, end in spans)
     unit, unit_seconds = time_unit(last - origin)
     figure, axes = new_axes(
         "What each island did", f"{unit} since the first inner step began", "", height=figure_height(run)

@@ -73,7 +73,8 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
 
     The corpus must be closed after use.
     """
-    data, cache_dir = data_of(config, island), island.cache
+    data = data_of(config, island)
+    cache_dir = island.cache
     if is_streamed(data):
         corpus = open_streamed(data, cache_dir, stream_options(island))
     else:

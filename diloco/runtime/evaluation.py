@@ -22,7 +22,9 @@ other; with gossip each island has its own params to evaluate."""
 
 def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int) -> EvalRecord:
     """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
-    seq_len, wanted, compared = config.data.seq_len, config.evaluate.tokens, corpus.compared
+    seq_len = config.data.seq_len
+    wanted = config.evaluate.tokens
+    compared = corpus.compared
     counts_of = dict(zip(compared.texts, heldout_counts(compared, seq_len, wanted), strict=True))
     # A source without a part in the mixture's loss (of small weight, or of this island alone) still
     # gets a loss of its own.
@@ -69,7 +71,8 @@ def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows
     """Return the summed loss and number of targets of the first held-out windows of a corpus of one
     source.
     """
-    seq_len, micro_batch = config.data.seq_len, trainer.settings.micro_batch
+    seq_len = config.data.seq_len
+    micro_batch = trainer.settings.micro_batch
     place = trainer.data_rank, trainer.num_data_ranks
     return trainer.evaluate(heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch))
 

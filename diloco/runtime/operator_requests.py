@@ -24,7 +24,8 @@ from outer.space.ranks import RankGroup
 
 log = logging.getLogger(__name__)
 
-SAVE, STOP = "save-now", "stop-after-round"
+SAVE = "save-now"
+STOP = "stop-after-round"
 SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGUSR2: STOP}
 LISTENER = "listens"
 """A file in the island's folder that is locked while the island accepts requests there."""
@@ -49,7 +50,9 @@ class OperatorRequests:
 
     def __init__(self, ranks: RankGroup, folder: Path, max_hours: float | None, started_at: float) -> None:
         """Create the object on one rank. `started_at`: start of this process in unix seconds."""
-        self._ranks, self._folder, self._max_hours = ranks, folder, max_hours
+        self._ranks = ranks
+        self._folder = folder
+        self._max_hours = max_hours
         self._is_save_wanted = False
         self._stop_after: int | None = None
         self._clock = Clock(folder, started_at) if ranks.is_leader else None
@@ -106,7 +109,8 @@ class Clock:
         now = self._now()
         if self._round is not None:
             self._rounds.append(now - self._round_began_at)
-        self._round, self._round_began_at = rounds_done, now
+        self._round = rounds_done
+        self._round_began_at = now
 
     def would_exceed(self, limit_seconds: float) -> bool:
         """Return whether another round, as long as the longest recent one, would end after the

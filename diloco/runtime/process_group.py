@@ -70,7 +70,8 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
         torch.set_float32_matmul_precision(island.matmul_precision)
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", LOCAL_SIZE: "1"}
-    backend, timeout = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(seconds=GROUP_SECONDS)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=GROUP_SECONDS)
     if os.environ["WORLD_SIZE"] == os.environ.get(LOCAL_SIZE):
         # On one node only local ranks connect, so loopback is used even if the cluster's settings
         # name another interface.
@@ -119,7 +120,8 @@ def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return the store through which the island's ranks connect, this process's rank, and the
     number of ranks.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     if size == 1:
         return dist.HashStore(), rank, size
     if STORE in os.environ:

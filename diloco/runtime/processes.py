@@ -220,7 +220,8 @@ def parts_of_island(pid: int) -> set[str]:
     """
     lines = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
     variables = {name: value for name, _, value in (line.partition("=") for line in lines)}
-    node, rank = variables.get(NODE), variables.get("RANK")
+    node = variables.get(NODE)
+    rank = variables.get("RANK")
     parts = {f"node{node}"}
     # Children of a rank or an agent inherit its variables. Only the rank or agent itself leads its
     # session.

@@ -28,7 +28,8 @@ POLL_SECONDS = 0.1
 STOP_SECONDS = 6.0
 """Time for ranks to announce that they leave (diloco.watchdog.signals.GRACE_SECONDS) and to end. It
 is shorter than processes.TERMINATE_SECONDS."""
-STOPS, FORWARDED = (signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1, signal.SIGUSR2)
+STOPS = (signal.SIGTERM, signal.SIGINT)
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))
 """Exit statuses of a rank after which the island is not started again: a refusal, or a request to
 leave."""
@@ -46,7 +47,8 @@ def launch_ranks(command: Sequence[str], num_ranks: int, max_restarts: int) -> i
     received: list[int] = []
     for number in (*STOPS, *FORWARDED):
         signal.signal(number, lambda number, _: received.append(number))
-    life, status = 0, run_life(command, num_ranks, 0, received)
+    life = 0
+    status = run_life(command, num_ranks, 0, received)
     while status not in (0, *ENDED_FOR_GOOD) and life < max_restarts:
         life += 1
         say(f"starting all ranks again: restart {life} of {max_restarts}")

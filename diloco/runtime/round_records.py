@@ -31,7 +31,9 @@ class RoundRecords:
         """Create the records of a leader, or of another rank with `metrics` None. `beat` is called
         at each sign of progress.
         """
-        self._metrics, self._start_islands, self._beat = metrics, start_islands, beat
+        self._metrics = metrics
+        self._start_islands = start_islands
+        self._beat = beat
         self.contribution = NO_PROGRESS
         """Progress that the island contributes to the round in progress; empty while it
         observes."""
@@ -58,7 +60,8 @@ class RoundRecords:
         self._beat()
         if waiting is None or self._metrics is None:
             return
-        names, now = frozenset(waiting.islands), time.monotonic()
+        names = frozenset(waiting.islands)
+        now = time.monotonic()
         if self._waited is None or self._waited[0] != names or now - self._waited[1] >= WAIT_SECONDS:
             self._waited = names, now
             self._metrics.write(EventRecord(name="waiting", text=str(waiting)))
@@ -103,7 +106,8 @@ class RoundRecords:
             self._warn_of_few(report, self._metrics)
 
     def _warn_of_few(self, report: RoundReport, metrics: Metrics) -> None:
-        names, expected = report.participants, self._start_islands
+        names = report.participants
+        expected = self._start_islands
         is_minority = not report.is_own and 2 * len(names) <= expected
         fate = FATE.format(expected) if is_minority else ""
         if len(names) == 1:

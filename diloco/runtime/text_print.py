@@ -8,7 +8,8 @@ from inner.data.mixture import StreamedTokens
 from inner.data.shards import Tokens
 from outer.membership.base import TextPrint
 
-WINDOW_TOKENS, MAX_WINDOWS = 1024, 4096
+WINDOW_TOKENS = 1024
+MAX_WINDOWS = 4096
 """A text of more tokens than WINDOW_TOKENS x MAX_WINDOWS is hashed in MAX_WINDOWS evenly spaced
 windows."""
 
@@ -19,7 +20,8 @@ def text_print(corpus: Corpus) -> TextPrint | None:
 
     The digest does not depend on the folder of a text or on the width of its token ids.
     """
-    total, digest = 0, blake3()
+    total = 0
+    digest = blake3()
     for text in corpus.texts:
         if isinstance(text.train, StreamedTokens):
             return None

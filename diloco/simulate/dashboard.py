@@ -19,7 +19,8 @@ from diloco.records.run_folder import METRICS, Tail
 from diloco.runtime.processes import Child
 
 PLAIN_LINE_SECONDS = 5.0
-FAULTS_SHOWN, LOSSES_SHOWN = 3, 6
+FAULTS_SHOWN = 3
+LOSSES_SHOWN = 6
 COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sent", "held-out")
 
 
@@ -101,7 +102,8 @@ class Dashboard:
 
     def update(self, *, is_last: bool = False) -> None:
         """Read the new records of all islands and show them. Does not block."""
-        rounds_before, num_faults = self._rounds_decided(), len(self.state.faults)
+        rounds_before = self._rounds_decided()
+        num_faults = len(self.state.faults)
         events_before = [island.event for island in self.state.islands]
         self.state.faults = read_faults(self._run_dir)
         for island, tail in zip(self.state.islands, self._tails, strict=True):

@@ -108,7 +108,8 @@ def assign_namespace(fleet: Fleet, target: Target, num_nodes: int = 1) -> None:
 
 def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:
     """Start all ranks of one of the config's islands, on all of its nodes."""
-    island, run_dir = config.for_island(index), fleet.run_dir
+    island = config.for_island(index)
+    run_dir = fleet.run_dir
     arguments = [*island_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
     if address is not None:
         arguments.append(f"island.bootstrap=[{address}]")
@@ -146,7 +147,8 @@ def changed_values(island: IslandConfig) -> list[str]:
     """Return the island's values that differ from the defaults, as overrides, except those that the
     launcher sets.
     """
-    values, defaults = island.model_dump(mode="json"), IslandConfig().model_dump(mode="json")
+    values = island.model_dump(mode="json")
+    defaults = IslandConfig().model_dump(mode="json")
     set_by_launcher = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
     names = [name for name in values if name not in set_by_launcher and values[name] != defaults[name]]
     return [f"island.{name}={json.dumps(values[name])}" for name in names]
@@ -213,7 +215,8 @@ def start_relays(config: Config, fleet: Fleet) -> None:
         assign_namespace(fleet, name)
         command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[name].host, *key]
         child = start_child(fleet, name, name, command, empty_log(fleet.run_dir / f"{name}.txt"))
-        fleet.services[name], address = child, wait_for_address(child)
+        fleet.services[name] = child
+        address = wait_for_address(child)
         child.command = (*child.command, "--port", port_of(address))
         fleet.relays = (*fleet.relays, address)
 

@@ -178,11 +178,13 @@ class FaultInjector:
         return self._schedule_wake_up(fault, time.time(), signal.SIGSTOP)
 
     def _cut(self, fault: Fault) -> str:
-        net, namespaces = self._fleet.net, self._fleet.namespaces
+        net = self._fleet.net
+        namespaces = self._fleet.namespaces
         assert net is not None, "a cut needs an emulated network"
         if fault.node is not None:
             nodes = self._fleet.sites[fault.targets[0]].nodes
-            some, others = [nodes[fault.node]], [node for node in nodes if node != nodes[fault.node]]
+            some = [nodes[fault.node]]
+            others = [node for node in nodes if node != nodes[fault.node]]
         else:
             other_side = fault.other_side or namespaces.keys() - set(fault.targets)
             some, others = ([namespaces[t] for t in side if t in namespaces] for side in (fault.targets, other_side))

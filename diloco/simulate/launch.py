@@ -85,7 +85,8 @@ def simulate(
     try:
         with open_links(links) if disturbances.needs_net else nullcontext() as net:
             fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus, nat=disturbances.nat)
-            fleet.num_nodes, fleet.proxied = disturbances.nodes, disturbances.proxy
+            fleet.num_nodes = disturbances.nodes
+            fleet.proxied = disturbances.proxy
             fleet.injects_faults = disturbances.has_faults
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
@@ -129,7 +130,8 @@ def share_machine(config: Config, console: Console, *, in_process: bool) -> tupl
 
     Raises ConfigError if they do not suffice, or if an island cannot use its GPU.
     """
-    islands, gpus = [config.for_island(index) for index in range(len(config.islands))], list_gpus()
+    islands = [config.for_island(index) for index in range(len(config.islands))]
+    gpus = list_gpus()
     shares = share_first_gpu(islands, gpus) if in_process else share_gpus(islands, gpus)
     check_shares(islands, shares, dict(zip(gpus, list_cards(), strict=False)))
     for line in () if in_process else describe_shares(islands, shares, len(gpus), "" if gpus else find_obstacle()):
@@ -266,7 +268,8 @@ def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> in
     The baseline trains on the same tokens in both cases, because fewer ranks make more
     micro-batches.
     """
-    first, ranks = config.for_island(0), sum(config.for_island(index).ranks for index in range(len(config.islands)))
+    first = config.for_island(0)
+    ranks = sum(config.for_island(index).ranks for index in range(len(config.islands)))
     is_one_process = not config.outer.network.leaves_process and len(config.islands) > 1
     return first.ranks if is_one_process or (shares.by_island[0] and ranks > num_gpus) else ranks
 

@@ -56,7 +56,9 @@ def nodes_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `python -m diloco ARGUMENTS` on all ranks of the island, by
     torchrun on each node.
     """
-    torchrun, hosts, shared = torchrun_command(island, arguments), island.hosts, shared_folders(island.config)
+    torchrun = torchrun_command(island, arguments)
+    hosts = island.hosts
+    shared = shared_folders(island.config)
     commands = []
     for number, (name, node) in enumerate(zip(hosts, island.site.nodes, strict=True)):
         own = [] if island.is_hidden else [f"island.listen_host={node.host}"]
@@ -67,7 +69,8 @@ def nodes_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
 
 def torchrun_command(island: NodesOf, arguments: Sequence[str]) -> list[str]:
     """Return the command that an operator starts on each node (docs/operating.md)."""
-    num_nodes, label = len(island.site.nodes), island.island.label
+    num_nodes = len(island.site.nodes)
+    label = island.island.label
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(num_nodes), "--nproc-per-node", str(island.island.ranks // num_nodes)),

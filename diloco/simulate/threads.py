@@ -51,7 +51,8 @@ def train_together(
     """
     start_logging()
     end_with_parent()
-    run, islands = config.run, [config.for_island(index) for index in range(len(config.islands))]
+    run = config.run
+    islands = [config.for_island(index) for index in range(len(config.islands))]
     provide_own_code(run)
     running: list[Runtime] = []
     on_stop(lambda: say_goodbye(running))

@@ -26,7 +26,8 @@ def read_island_state(folder: Path) -> SeenIsland:
 
     Records do not show whether its processes live.
     """
-    latest, now = LatestRecords(folder.name), time.time()
+    latest = LatestRecords(folder.name)
+    now = time.time()
     for record in Tail(folder / METRICS).new_records():
         latest.write(record)
     silent = human_seconds(max(now - latest.time, 0.0))

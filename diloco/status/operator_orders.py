@@ -80,7 +80,10 @@ class OrderServer:
 
         `note` records each order by its name and text.
         """
-        self._run, self._folder, self._operators, self._note = run, folder, operators, note
+        self._run = run
+        self._folder = folder
+        self._operators = operators
+        self._note = note
         self._newest: dict[str, int] = {}
 
     def serve(self, messenger: Messenger) -> None:

@@ -58,8 +58,10 @@ class RecordsServer:
     """Answers on rank 0 from the file of the island's records."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._journal = path, ""
-        self._asked_at, self._told = float("-inf"), 0
+        self._path = path
+        self._journal = ""
+        self._asked_at = float("-inf")
+        self._told = 0
         self._reading = asyncio.Semaphore(1)
 
     def serve(self, messenger: Messenger) -> None:
@@ -71,7 +73,8 @@ class RecordsServer:
         # One request at a time, so that many watchers occupy a single thread of the island.
         async with self._reading:
             page = await asyncio.to_thread(self.read_page, request)
-        self._asked_at, self._told = time.monotonic(), page.end
+        self._asked_at = time.monotonic()
+        self._told = page.end
         return deflate(page.encode())
 
     def read_page(self, request: RecordsRequest) -> RecordsPage:

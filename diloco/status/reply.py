@@ -118,8 +118,11 @@ class StatusServer:
 
         The time since the last record is then reported instead.
         """
-        self._place, self._find_position, self._doing = place, find_position, doing
-        self._latest, self._began_at = LatestRecords(place.island), time.monotonic()
+        self._place = place
+        self._find_position = find_position
+        self._doing = doing
+        self._latest = LatestRecords(place.island)
+        self._began_at = time.monotonic()
         self._versions = package_versions()
         metrics.add_sink(self._latest)
         messenger.serve(CALL, self._on_status)
@@ -131,7 +134,9 @@ class StatusServer:
 
     def status(self) -> IslandStatus:
         """Return the island's state now."""
-        latest, position, now = self._latest, self._find_position(), time.time()
+        latest = self._latest
+        position = self._find_position()
+        now = time.time()
         silent = max(now - latest.time, 0.0) if latest.time else 0.0
         doing, doing_seconds = self._doing.now if self._doing is not None else ("since its last record", silent)
         return IslandStatus(

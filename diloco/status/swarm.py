@@ -39,7 +39,8 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
     is no such run or the swarm cannot be reached.
     """
     local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
-    key, proxy = load_usable_key(local.island), local.island.proxy
+    key = load_usable_key(local.island)
+    proxy = local.island.proxy
     runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
     if run_name is not None and run_name not in runs:
         raise ConfigError(f"--run: no run {run_name!r} at {address}; runs there: {', '.join(sorted(runs)) or 'none'}")
@@ -67,7 +68,8 @@ async def ask_island(
     """Ask one island for its status."""
     if member is None:
         return SeenIsland(name=name, state="its record has not arrived: ask again")
-    address, record = member.control_addresses[0], {"round": member.round, "digest": member.digest}
+    address = member.control_addresses[0]
+    record = {"round": member.round, "digest": member.digest}
     call = call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
     try:
         status = await call

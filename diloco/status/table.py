@@ -36,7 +36,8 @@ def format_island(run: RunStatus, island: SeenIsland) -> tuple[str, ...]:
     """Return one row of the table."""
     training = island.training
     number = island.status.round if island.status is not None else island.round
-    number, digest = UNKNOWN if number is None else str(number), island.digest[:DIGITS] or UNKNOWN
+    number = UNKNOWN if number is None else str(number)
+    digest = island.digest[:DIGITS] or UNKNOWN
     if training is None:
         return (island.name, UNKNOWN, number, *[UNKNOWN] * 5, digest)
     return (

@@ -15,7 +15,8 @@ from outer.packages import require_hivemind
 
 PREFIX = "address: "
 """Prefix of each printed line with an address, for programs that parse it."""
-START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
+START_SECONDS = 60.0
+CLOSE_SECONDS = 5.0
 
 
 def bootstrap(
@@ -53,7 +54,9 @@ def relay(
 
     if bad := next((key for key in allow if re.fullmatch(PUBLIC_KEY, key) is None), None):
         raise ConfigError(f"--allow: got {bad!r}; allowed: an island's key (64 hexadecimal digits, see `diloco key`)")
-    key, stopped, loop = load_run_key(str(run_key_file) if run_key_file else None), _expect_stop(), EventLoopThread()
+    key = load_run_key(str(run_key_file) if run_key_file else None)
+    stopped = _expect_stop()
+    loop = EventLoopThread()
     server = Relay(RelayLimits(bytes_per_second=mbit and mbit * 1e6 / 8), key, allow)
     try:
         loop.run(server.open(host, port), START_SECONDS)

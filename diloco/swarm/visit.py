@@ -78,7 +78,8 @@ def open_run_network(
     local: LocalIsland, address: str, run: RunConfig, info: RunInfo
 ) -> AbstractAsyncContextManager[Network]:
     """Open a network that can call the run's islands. It announces no record and no island calls it."""
-    island, folder = local.island, local.folder / run.name / local.island.label
+    island = local.island
+    folder = local.folder / run.name / local.island.label
     own = {}
     # Islands with an allow list know this machine by its island's keys. A key of libp2p serves only
     # one process at a time.
@@ -92,7 +93,8 @@ def open_run_network(
 @asynccontextmanager
 async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> AsyncIterator[Network]:
     """Open a network and close it on exit. `own`: NetworkSettings of this network alone."""
-    key, run_key = own.pop("island_key", None) or IslandKey.generate(), load_usable_key(local.island)
+    key = own.pop("island_key", None) or IslandKey.generate()
+    run_key = load_usable_key(local.island)
     shared = {"connect_seconds": local.connect_seconds, "run_key": run_key, "allow": local.island.allow}
     guest = NetworkSettings(run.name, guest_name(key.public), 0, island_key=key, **shared, **own)
     network = await open_network(run.outer.transport, guest)

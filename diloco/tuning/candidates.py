@@ -53,7 +53,8 @@ class Candidates:
         """
         first = self.islands[numbers[0]]
         work = build_step_plan(self.run, first).work
-        sizes, positions = sorted({self.islands[n].micro_batch for n in numbers}), work.seq_len // work.degrees.cp
+        sizes = sorted({self.islands[n].micro_batch for n in numbers})
+        positions = work.seq_len // work.degrees.cp
         dtype = first.resolve_compute_dtype(self.device)
         speeds = measure_layer_speeds(work.sizes, positions, sizes, self.device, dtype)
         by_number = {}

@@ -31,8 +31,10 @@ def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: Ra
     """
     if not island.auto:
         return island
-    islands, free = list_candidates(run, island), min(ranks.gather(_free_bytes(device)))
-    key, path = _key(run, island, device), folder / FILE
+    islands = list_candidates(run, island)
+    free = min(ranks.gather(_free_bytes(device)))
+    key = _key(run, island, device)
+    path = folder / FILE
     number = ranks.on_leader(lambda: _read(path, key))
     if number is None:
         number, text = ranks.on_leader(lambda: _choose(Candidates(run, islands, device, free)))
@@ -73,7 +75,8 @@ def _choose(candidates: Candidates) -> tuple[int, str]:
 
     Raises ConfigError if none fits.
     """
-    number_of_all, last = len(candidates.islands), candidates.islands[-1]
+    number_of_all = len(candidates.islands)
+    last = candidates.islands[-1]
     fitting = candidates.find_fitting()
     if not fitting:
         raise ConfigError(

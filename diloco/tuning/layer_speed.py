@@ -9,7 +9,8 @@ from inner.model.rope import rope_table
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Block
 
-WARM_UP, TIMED = 1, 3
+WARM_UP = 1
+TIMED = 3
 SECONDS_IN_ALL = 20.0
 """After this time no larger micro-batch is measured."""
 

@@ -28,7 +28,8 @@ class VirtualEventLoop(EventLoop):
     """An event loop on a machine's virtual time. Only the machine's threads may call it."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine, self._loop = machine, _Loop(machine)
+        self._machine = machine
+        self._loop = _Loop(machine)
         self._threads: list[VirtualThread] = []
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -78,7 +79,8 @@ class VirtualWorker:
     """
 
     def __init__(self, loop: VirtualEventLoop, name: str) -> None:
-        self._loop, self._name = loop, name
+        self._loop = loop
+        self._name = name
 
     def start(self, work: Callable[[], None]) -> "VirtualThread":
         return self._loop.spawn(work, self._name)
@@ -90,13 +92,15 @@ class VirtualThread:
     """
 
     def __init__(self, machine: Machine, work: Callable[[], None], name: str) -> None:
-        self._machine, self._work = machine, work
+        self._machine = machine
+        self._work = work
         self.is_over = False
         self._is_given_up = False
         self._joining: list[VirtualThread] = []
         self._since = 0.0
         """This thread's processor time when it was last resumed."""
-        self._turn, self._pause = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
+        self._pause = threading.Lock()
         self._turn.acquire()
         self._pause.acquire()
         # A daemon thread, so that the process can end without a thread that was never given up.
@@ -206,7 +210,8 @@ class _Loop(asyncio.SelectorEventLoop):
         self._asked_for.discard(when)
         if when != self._wakes_at:
             return  # An earlier run has replaced this time by another one.
-        self._wakes_at, self._is_active = inf, True
+        self._wakes_at = inf
+        self._is_active = True
         self.run_forever()
         self._is_active = False
         self._wake_at(self.time() + self._idle_seconds)

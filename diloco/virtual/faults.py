@@ -28,7 +28,9 @@ class VirtualFaults:
         """Create the injector. `seat_of` returns the seat of any island, including islands that
         join.
         """
-        self._fleet, self._pending, self._seat_of = fleet, list(faults), seat_of
+        self._fleet = fleet
+        self._pending = list(faults)
+        self._seat_of = seat_of
         self._storm = filter(lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm)
         self._next_of_storm = next(self._storm, None)
         self._is_waited_for: VirtualIsland | None = None
@@ -80,7 +82,8 @@ class VirtualFaults:
         return not islands[int(fault.targets[0])].is_down and num_down + 1 <= len(islands) // 2
 
     def _inject(self, fault: Fault) -> None:
-        fleet, world = self._fleet, self._fleet.world
+        fleet = self._fleet
+        world = self._fleet.world
         if fault.kind == "join":
             fleet.start(self._seat_of(len(fleet.islands)), joins=True)
         for target in map(int, fault.targets):
@@ -96,7 +99,8 @@ class VirtualFaults:
                     world.at(world.now + fault.back, partial(self._start_again, target))
 
     def _slow(self, index: int, fault: Fault) -> None:
-        island, world = self._fleet.islands[index], self._fleet.world
+        island = self._fleet.islands[index]
+        world = self._fleet.world
         island.slowness = fault.factor or 1.0
         if fault.seconds is not None:
             world.at(world.now + fault.seconds, lambda: setattr(island, "slowness", 1.0))

@@ -42,7 +42,9 @@ class VirtualFleet:
     """The processes of all islands. `islands` has the latest process of each island, by index."""
 
     def __init__(self, world: World, hub: Hub, network: VirtualNetwork, seed: int) -> None:
-        self.world, self._hub, self._network = world, hub, network
+        self.world = world
+        self._hub = hub
+        self._network = network
         self._chance = random.Random(seed)
         self.islands: dict[int, VirtualIsland] = {}
         self.processes: list[VirtualIsland] = []

@@ -91,7 +91,8 @@ class PhaseTimes(NoHooks):
     """
 
     def __init__(self, loop: VirtualEventLoop, host_seconds: float) -> None:
-        self._loop, self._host_seconds = loop, host_seconds
+        self._loop = loop
+        self._host_seconds = host_seconds
         self.times: dict[tuple[int, Phase], float] = {}
 
     def reached(self, phase: Phase, round_number: int) -> None:
@@ -121,7 +122,9 @@ class DiaryEvents:
     """The RoundEvents of a virtual island: it notes its rounds in the diary, and has no state to save."""
 
     def __init__(self, diary: Diary, outer: OuterLoop, phases: PhaseTimes) -> None:
-        self._diary, self._outer, self._phases = diary, outer, phases
+        self._diary = diary
+        self._outer = outer
+        self._phases = phases
 
     def begins(self, inner_step: int) -> None:
         self._diary.round = self._outer.round
@@ -152,7 +155,10 @@ class VirtualIsland:
         """Create the process. It starts after `start_after` virtual seconds. `incarnation`: number
         of earlier processes.
         """
-        self.seat, self.machine, self._joins, self._start_after = seat, machine, joins, start_after
+        self.seat = seat
+        self.machine = machine
+        self._joins = joins
+        self._start_after = start_after
         self.slowness = 1.0
         """Factor by which its inner steps are slower."""
         self.was_killed = False

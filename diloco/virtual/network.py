@@ -89,7 +89,8 @@ class Uplink:
         self._under_way: list[tuple[float, int, Sending]] = []
         """A heap of payloads in transit, by the value of `_passed` at which they end. At most one
         for each receiver."""
-        self._passed, self._as_of = 0.0, 0.0
+        self._passed = 0.0
+        self._as_of = 0.0
         self._numbers = count()
         self._next_look = float("inf")
 
@@ -173,9 +174,11 @@ class VirtualNetwork:
         size, num_messages, sent, received = self._weigh(parcel)
         self.counts.messages[parcel.kind] += num_messages
         self.counts.num_bytes[parcel.kind] += size
-        source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
+        source = self.link_of(parcel.source) or UNSHAPED
+        target = self.link_of(parcel.to) or UNSHAPED
         share = self.payload_share if parcel.lane == "bulk" else 1.0
-        sending, receiving = 8 * sent / (source.rate * share), 8 * received / (target.rate * share)
+        sending = 8 * sent / (source.rate * share)
+        receiving = 8 * received / (target.rate * share)
         # Each of the two links adds half of its round trip to the round trip between the islands,
         # and so a quarter per direction.
         latency = (source.rtt + target.rtt) / 4
@@ -194,7 +197,8 @@ class VirtualNetwork:
         """Return the parcel's bytes, the number of messages it stands for, and its bytes on the
         sender's and receiver's link.
         """
-        size, share = self.size_of(parcel), self.stand_in.share
+        size = self.size_of(parcel)
+        share = self.stand_in.share
         if parcel.tag is None or share == 1.0:
             return size, 1, size, size
         is_to_reducer = parcel.tag.leg is Leg.REDUCE
@@ -209,7 +213,8 @@ class VirtualNetwork:
 
     def _pass_both(self, parcel: Parcel, sending: float, receiving: float) -> float:
         """Return the time at which a small message has passed both links."""
-        up, down = self.up[parcel.source], self.down[parcel.to]
+        up = self.up[parcel.source]
+        down = self.down[parcel.to]
         sent_at = up.pass_through(parcel.lane, self.world.now, sending)
         # The first bytes arrive while the last bytes are still being sent.
         down.free_at[parcel.lane] = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
@@ -219,7 +224,8 @@ class VirtualNetwork:
         """Send over the uplink, and call `arrive` with the time at which the payload has passed
         both links.
         """
-        down, has_room = self.down[parcel.to], 0.0
+        down = self.down[parcel.to]
+        has_room = 0.0
         self.up[parcel.source].busy_seconds += sending
 
         def begin() -> None:

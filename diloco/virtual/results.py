@@ -75,7 +75,8 @@ class Results:
 
 def measure(fleet: VirtualFleet) -> Results:
     """Return the results of a run that is over."""
-    landed, processes = fleet.landed, fleet.processes
+    landed = fleet.landed
+    processes = fleet.processes
     terms, commit_seconds = _find_terms(landed)
     rounds, seconds, totals = _steady_totals(fleet)
     shares = max(rounds, 1) * len(fleet.islands)
@@ -84,7 +85,8 @@ def measure(fleet: VirtualFleet) -> Results:
     # A message counts in full when it begins, so a state still in transit at the end counts for
     # more than was sent.
     link_share = min(totals.link_seconds / seconds, 1.0) if seconds else 0.0
-    made, kept = sum(p.diary.num_steps for p in processes), sum(each.num_steps for _, each in landed)
+    made = sum(p.diary.num_steps for p in processes)
+    kept = sum(each.num_steps for _, each in landed)
     return Results(
         num_islands=len(fleet.islands),
         num_rounds=fleet.num_rounds,
@@ -159,7 +161,8 @@ def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
     """
     begun = min((number for number in fleet.totals if number > 0), default=0)
     ended = max((number for number in fleet.totals if begun < number < fleet.num_rounds), default=fleet.num_rounds)
-    first, last = fleet.totals[begun if begun < ended else 0], fleet.totals[ended]
+    first = fleet.totals[begun if begun < ended else 0]
+    last = fleet.totals[ended]
     return last.num_rounds - first.num_rounds, last.at - first.at, last.since(first)
 
 

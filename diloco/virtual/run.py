@@ -21,9 +21,11 @@ from outer.config import OuterConfig
 from outer.network.messages import sharing
 from outer.transports.loopback import Hub
 
-MOST_PERIODS, MOST_SECONDS = 20, 3600.0
+MOST_PERIODS = 20
+MOST_SECONDS = 3600.0
 """A run is given up after MOST_PERIODS times the time of its inner steps, plus MOST_SECONDS."""
-MOST_MEASURED, SAMPLED = 64, 16
+MOST_MEASURED = 64
+SAMPLED = 16
 """With more than MOST_MEASURED islands, processor time is measured in one of SAMPLED actions
 only."""
 NO_LINKS = Links()

@@ -61,7 +61,8 @@ def simulate_virtually(path: Path, overrides: list[str], request: VirtualRequest
 def build_run(config: Config, request: VirtualRequest) -> VirtualRun:
     """Build the run that a config and the flags describe. Raises ConfigError and InputError."""
     check_can_be_virtual(config)
-    asked, endless = request.disturbances, iter(())
+    asked = request.disturbances
+    endless = iter(())
     num_islands = request.islands or max(len(config.islands), config.outer.start_islands)
     if asked.storm is not None:
         endless = storm(asked.storm_seed, asked.storm, num_islands)
@@ -83,7 +84,8 @@ def build_run(config: Config, request: VirtualRequest) -> VirtualRun:
 
 def check_can_be_virtual(config: Config) -> None:
     """Raise ConfigError, with the cure, for a setting that has no stand-in."""
-    outer, problems = config.outer, []
+    outer = config.outer
+    problems = []
     if outer.gossip is not None:
         problems.append("outer.gossip is set; only rounds of all islands have a virtual form: set it to null")
     if outer.wait_for != "all":
@@ -136,7 +138,8 @@ def print_results(name: str, step_seconds: float, results: Results, console: Con
 
 
 def _rows(results: Results) -> Iterator[tuple[str, str]]:
-    terms, times = results.terms, results.commit_seconds
+    terms = results.terms
+    times = results.commit_seconds
     yield "Rounds committed (attempts)", f"{results.num_rounds} ({results.num_attempts})"
     yield "Utilisation", "-" if results.utilisation is None else f"{100 * results.utilisation:.1f} %"
     yield "Inner steps in no commit", f"{results.num_steps_lost}"

@@ -23,7 +23,8 @@ PARTS_PER_ISLAND = 4
 MIN_PARTS = 16
 """Least number of parts. With fewer parts than islands, some islands reduce nothing, as in a real
 run."""
-MAX_WHOLE, SHARERS = 256, 64
+MAX_WHOLE = 256
+SHARERS = 64
 """Among more than MAX_WHOLE islands that all reduce, only SHARERS islands reduce, for all: see
 `StandIn.share`."""
 

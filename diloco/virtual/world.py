@@ -59,7 +59,8 @@ class World:
                     "fewer faults"
                 )
             when, _, action = heappop(self._due)
-            self.now, self.acting = max(self.now, when), None
+            self.now = max(self.now, when)
+            self.acting = None
             action()
 
 
@@ -69,7 +70,8 @@ class Machine:
     """
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         self.is_dead = False
         self.frozen_until = 0.0
         self.cpu_seconds = 0.0
@@ -88,7 +90,8 @@ class Machine:
             self.at(self.frozen_until, action)
             return
         world = self.world
-        world.acting, world.num_actions = self, world.num_actions + 1
+        world.acting = self
+        world.num_actions = world.num_actions + 1
         if world.num_actions % world.sampled:
             action()
             return

@@ -75,7 +75,8 @@ class Control:
 
     def __init__(self, hand: Hand, operator: str) -> None:
         """Create a control that acts in the name of `operator`, a public key."""
-        self._hand, self.operator = hand, operator
+        self._hand = hand
+        self.operator = operator
         self._asked: dict[str, tuple[Wish, float]] = {}
 
     def answer(self, wish: Wish) -> Mapping[str, str]:

@@ -29,7 +29,9 @@ class Feed:
         """Create a feed. `operator`: the key in whose name the page may act; None if it may not
         act.
         """
-        self._prediction, self._view, self._operator = prediction, prediction.view, operator
+        self._prediction = prediction
+        self._view = prediction.view
+        self._operator = operator
         self._readers: dict[Reader, None] = {}  # the oldest first
         self._position: Any = None
         self._predicted: dict[str, Any] | None = None
@@ -41,7 +43,8 @@ class Feed:
         UPDATE_SECONDS, and the prediction.
         """
         await self._begin()
-        reader, position = Reader(MAX_WAITING), self._position
+        reader = Reader(MAX_WAITING)
+        position = self._position
         self._readers[reader] = None
         while len(self._readers) > MAX_STREAMS:
             self._end(next(iter(self._readers)))
@@ -84,7 +87,8 @@ class Feed:
             self._tell(encode_event("predicted", found))
 
     def _tell_news(self, now: Any) -> None:
-        new, self._position = self._view.between(self._position, now), now
+        new = self._view.between(self._position, now)
+        self._position = now
         # With nothing new, a comment is sent, which shows whether the page has gone.
         self._tell(encode_event("more", new) if any(new.values()) else ": nothing new\n\n")
 

@@ -41,7 +41,8 @@ def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield rows of a name, the predicted value, and the range of measured values over the
     islands.
     """
-    p, islands = state["predicted"], state["islands"]
+    p = state["predicted"]
+    islands = state["islands"]
     for name, key, show in ROWS:
         values = [island[key] for island in islands if island[key] is not None]
         yield name, UNKNOWN if p[key] is None else show(p[key]), span(values, show)

@@ -36,7 +36,8 @@ class SwarmHand:
         return Logbook(self.collector.folder, OPERATOR)
 
     def act(self, action: Action, island: str) -> str:
-        members, run = self.collector.members, self._run
+        members = self.collector.members
+        run = self._run
         targets = {name: each for name, each in members.items() if self._is_for(action, island, name)}
         if not targets or (action == "exclude" and island not in members):
             raise MessageError(f"{island or 'no island'} is not in the run now: no order was sent")

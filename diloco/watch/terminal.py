@@ -21,7 +21,8 @@ UPDATE_SECONDS = 1.0
 PLAIN_WIDTH = 200
 """Width of a line where no terminal reports its width."""
 COLUMNS = ("island", "state", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "sent", "digest")
-LINES_SHOWN, ROUNDS_SHOWN = 8, 4
+LINES_SHOWN = 8
+ROUNDS_SHOWN = 4
 
 
 def show_text(views: Sequence[RunView]) -> None:

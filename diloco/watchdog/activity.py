@@ -33,7 +33,8 @@ class ActivityMonitor:
 
         None derives it from recent times.
         """
-        self._fixed, self._clock = limit_seconds, clock
+        self._fixed = limit_seconds
+        self._clock = clock
         self._deadlines = Deadlines(FIRST_SECONDS)
         self._began_at = clock()
         self.work = Work("setting up", None)

@@ -90,7 +90,9 @@ def group_states(
     """
     found: dict[str, GroupState] = {}
     for entry in entries:
-        name, operation, sequence = entry["process_group"][0], entry["profiling_name"], entry["collective_seq_id"]
+        name = entry["process_group"][0]
+        operation = entry["profiling_name"]
+        sequence = entry["collective_seq_id"]
         if entry["is_p2p"] or name not in groups:
             continue
         name_of_backend = f"{name}/{operation.partition(':')[0]}"

@@ -32,7 +32,8 @@ class RankTimes:
     ) -> None:
         """`ready` returns the seconds for which the thread has been ready but without a processor."""
         self._clocks = (clock, processor, ready or read_ready_seconds)
-        self._began, self._ended = (0.0, 0.0, 0.0), clock()
+        self._began = (0.0, 0.0, 0.0)
+        self._ended = clock()
         self._sums: Times = [0.0] * 5
 
     def begin(self) -> None:
@@ -50,7 +51,8 @@ class RankTimes:
 
     def take(self) -> Times:
         """Return the sums since the last call, and begin new ones."""
-        sums, self._sums = self._sums, [0.0] * 5
+        sums = self._sums
+        self._sums = [0.0] * 5
         return sums
 
     def _look(self) -> tuple[float, float, float]:

@@ -59,11 +59,13 @@ class Watchdog:
     """A context manager around the training on every rank. The default process group must exist."""
 
     def __init__(self, activity: ActivityMonitor, watched: WatchedRank) -> None:
-        self._activity, self._watched = activity, watched
+        self._activity = activity
+        self._watched = watched
         # A separate connection, because another thread may be waiting on torch's own.
         self._store = dist.PrefixStore("hang", dist.distributed_c10d._get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._training_thread = threading.get_ident()
-        self._is_over, self._is_ending = threading.Event(), threading.Event()
+        self._is_over = threading.Event()
+        self._is_ending = threading.Event()
         self._idle_seconds = 0.0
         self._alarm: str | None = None
         """The cause of the alarm that another rank has raised, if any."""
@@ -90,14 +92,18 @@ class Watchdog:
                 is_over = True
 
     def _watch_until_over(self) -> None:
-        work, num_beats, looked_at = self._activity.work, self._activity.num_beats, time.monotonic()
+        work = self._activity.work
+        num_beats = self._activity.num_beats
+        looked_at = time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
             if self._activity.work is work and not (work.has_beats and self._activity.num_beats > num_beats):
                 # Bounded, because a process that was suspended for an hour has not hung for an hour.
                 self._idle_seconds += min(now - looked_at, 2 * POLL_SECONDS)
             else:
-                work, num_beats, self._idle_seconds = self._activity.work, self._activity.num_beats, 0.0
+                work = self._activity.work
+                num_beats = self._activity.num_beats
+                self._idle_seconds = 0.0
             looked_at = now
             if work.limit_seconds is not None and self._idle_seconds > work.limit_seconds:
                 what = "has shown no sign of life for" if work.has_beats else "has taken longer than"
@@ -163,7 +169,8 @@ class Watchdog:
 
     def _gather_states(self) -> dict[int, RankState]:
         """Return the states of the ranks that answer in time."""
-        deadline, states = time.monotonic() + ANSWER_SECONDS, {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        states = {}
         for rank in range(self._watched.num_ranks):
             if self._wait_for(f"state/{rank}", deadline - time.monotonic()):
                 states[rank] = from_values(json.loads(self._store.get(f"state/{rank}")))

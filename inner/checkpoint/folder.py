@@ -187,7 +187,8 @@ def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedC
     """Return the checkpoints whose manifest and file sizes are right, newest first, and a message
     for each damaged or refused checkpoint.
     """
-    intact, problems = [], []
+    intact = []
+    problems = []
     with _input_errors(folder):
         paths = sorted(folder.iterdir())
     for path in paths:

@@ -24,7 +24,8 @@ DTYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem."
+METADATA = "torch.distributed.checkpoint.metadata."
+FILESYSTEM = "torch.distributed.checkpoint.filesystem."
 KNOWN = {
     *DTYPES,
     "torch.Size",
@@ -41,7 +42,8 @@ KNOWN = {
     "pathlib.PosixPath", "pathlib._local.PosixPath",
 }  # fmt: skip
 """All classes and functions that an index may name."""
-MAX_DIMS, MAX_SIZE = 8, 1 << 48
+MAX_DIMS = 8
+MAX_SIZE = 1 << 48
 # Each chunk's header in the data files is larger than its entry in the index, so an index that is
 # longer than the files that it lists has been forged.
 MAX_EXTRA_BYTES = 1 << 16
@@ -73,7 +75,8 @@ class Index:
 
 def read_index(checkpoint: SavedCheckpoint) -> Index:
     """Read and check the index of a checkpoint. Raises InputError."""
-    path, files = checkpoint.path / INDEX, checkpoint.manifest.files
+    path = checkpoint.path / INDEX
+    files = checkpoint.manifest.files
     spec = files.get(INDEX)
     if spec is None:
         raise InputError(f"{checkpoint.path}: its manifest names no {INDEX}; restore the checkpoint, or use another")
@@ -111,7 +114,9 @@ def parse_index(raw: bytes, manifest: Manifest) -> Index:
 
 def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks: int) -> TensorStorageMetadata:
     fields = _attributes(value, METADATA + "TensorStorageMetadata")
-    dtype, shape, chunks = _dtype(fields.get("properties")), _size(fields.get("size")), fields.get("chunks")
+    dtype = _dtype(fields.get("properties"))
+    shape = _size(fields.get("size"))
+    chunks = fields.get("chunks")
     if not isinstance(chunks, list) or len(chunks) > most_chunks:
         raise PickleError(f"{name!r} has no list of chunks, or too long a list")
     found = [_chunk(each, shape) for each in chunks]
@@ -129,7 +134,8 @@ def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks
 
 def _chunk(value: Any, shape: Shape) -> ChunkStorageMetadata:
     fields = _attributes(value, METADATA + "ChunkStorageMetadata")
-    offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
+    offsets = _size(fields.get("offsets"))
+    sizes = _size(fields.get("sizes"))
     fits = all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=False))
     if not len(offsets) == len(sizes) == len(shape) or not fits:
         raise PickleError(f"a chunk of {tuple(sizes)} at {tuple(offsets)} lies outside its tensor {tuple(shape)}")
@@ -142,8 +148,11 @@ def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tu
     """
     left = {name: spec.size_bytes for name, spec in manifest.files.items() if name != INDEX}
     for key, value in pairs:
-        chunk, info = _attributes(key, METADATA + "MetadataIndex"), _attributes(value, FILESYSTEM + "_StorageInfo")
-        file, offset, length = _text(info.get("relative_path")), _count(info.get("offset")), _count(info.get("length"))
+        chunk = _attributes(key, METADATA + "MetadataIndex")
+        info = _attributes(value, FILESYSTEM + "_StorageInfo")
+        file = _text(info.get("relative_path"))
+        offset = _count(info.get("offset"))
+        length = _count(info.get("length"))
         if file not in left:
             raise PickleError(f"it names the file {file!r}, which is not in the manifest")
         if info.get("transform_descriptors"):

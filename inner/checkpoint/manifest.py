@@ -86,7 +86,8 @@ class _Header:
     format: int
 
 
-_HEADER, _MANIFEST = TypeAdapter(_Header), TypeAdapter(Manifest)
+_HEADER = TypeAdapter(_Header)
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
@@ -131,7 +132,8 @@ def _check_items(values: dict[str, Any]) -> None:
     """Raise ValueError at the first wrong item. pydantic is not used: there may be millions, and it
     keeps an error for each.
     """
-    optimizers, files = values.get("optimizers", {}), values.get("files", {})
+    optimizers = values.get("optimizers", {})
+    files = values.get("files", {})
     if isinstance(optimizers, dict) and not all(isinstance(each, str) for each in optimizers.values()):
         raise ValueError("optimizers: text expected for each name")
     if isinstance(files, dict) and len(files) > MAX_FILES:

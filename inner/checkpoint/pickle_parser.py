@@ -113,19 +113,22 @@ def _append(stack: list[Any], values: list[Any]) -> None:
 
 
 def _pop_name(stack: list[Any], known: Collection[str]) -> Name:
-    name, module = _pop(stack, str), _pop(stack, str)
+    name = _pop(stack, str)
+    module = _pop(stack, str)
     if (text := f"{module}.{name}") not in known:
         raise PickleError(f"it names {text[:100]}")
     return Name(text)
 
 
 def _push_call(stack: list[Any]) -> None:
-    args, function = _pop(stack, tuple), _pop(stack, Name)
+    args = _pop(stack, tuple)
+    function = _pop(stack, Name)
     stack.append(Call(function.text, args))
 
 
 def _set_state(stack: list[Any]) -> None:
-    state, call = stack.pop(), _pop(stack, Call)
+    state = stack.pop()
+    call = _pop(stack, Call)
     call.state = state
     stack.append(call)
 

@@ -122,7 +122,8 @@ class Checkpoints:
         finished, _ = wait([self._writing], timeout_seconds)
         if not finished:
             raise TimeoutError(f"{self._folder}: a checkpoint is still being written after {timeout_seconds} s")
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         writing.result()
 
     def when_written(self, callback: Callable[[], None]) -> None:
@@ -275,7 +276,9 @@ class Checkpoints:
 
     def _check_fit(self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved) -> None:
         """Raise InputError if the checkpoint's parameters and optimizers differ from the trainer's."""
-        stages, optimizers, kinds = trainer.model_parts, trainer.optimizers, checkpoint.manifest.optimizers
+        stages = trainer.model_parts
+        optimizers = trainer.optimizers
+        kinds = checkpoint.manifest.optimizers
         names = run_on_all_ranks(self._group, lambda: [name for name, _ in state.named_params(stages)])
         extra = sorted(state.saved_params(saved).difference(*names))
         problems = run_on_all_ranks(self._group, lambda: state.find_mismatch(stages, optimizers, saved, kinds))

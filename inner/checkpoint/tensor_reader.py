@@ -69,7 +69,8 @@ class TensorReader(StorageReader):
     """The reader that torch.distributed.checkpoint calls to load a checkpoint."""
 
     def __init__(self, path: Path, index: Index) -> None:
-        self._path, self._index = path, index
+        self._path = path
+        self._index = index
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """Do nothing: this reader has no state to reset."""
@@ -95,7 +96,8 @@ class TensorReader(StorageReader):
         """
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR, "the index holds tensors only"
-            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            name = item.storage_index.fqn
+            offsets = item.storage_index.offset
             chunk = self._read_chunk(name, tuple(offsets or ()))
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 chunk = chunk.narrow(dim, start, length)
@@ -107,7 +109,8 @@ class TensorReader(StorageReader):
         return done
 
     def _read_chunk(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        saved, place = self._index.tensors[name], self._index.places[name, offsets]
+        saved = self._index.tensors[name]
+        place = self._index.places[name, offsets]
         path = self._path / place.file
         # Several chunks may begin at the same offsets, but at most one of them has elements, and
         # only that one is read.

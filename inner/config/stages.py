@@ -50,7 +50,8 @@ def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: Opt
     """Raise ValueError if the stages do not fit each other or the text."""
     names = {entry.name for entry in data.mixture}
     for number, stage in enumerate(stages):
-        where, is_last = f"stages[{number}]", number == len(stages) - 1
+        where = f"stages[{number}]"
+        is_last = number == len(stages) - 1
         if (stage.tokens is None) != is_last:
             what = "tokens is set in the last stage, which" if is_last else "tokens is not set in a stage that"
             cure = "takes the rest of outer.rounds; leave it out" if is_last else "another stage follows; set it"

@@ -66,7 +66,8 @@ class IslandBatches:
         self._seq_len = seq_len
         self._first_unit = start.unit
         block_len = start.block_len or seq_len
-        self._per_block, self._begun = block_len // seq_len, start.blocks or (0,) * len(corpus.texts)
+        self._per_block = block_len // seq_len
+        self._begun = start.blocks or (0,) * len(corpus.texts)
         self._blocks = [_cut(text, block_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
         orders = [
             BlockOrder(blocks.order, begun, self._per_block)
@@ -127,7 +128,8 @@ class IslandBatches:
             return
         self._expected_at = time.monotonic()
         for source, blocks in enumerate(self._blocks):
-            begun, per_block = self._begun[source], self._per_block
+            begun = self._begun[source]
+            per_block = self._per_block
             read = self._positions(source, units)
             blocks.expect(range(begun + r.start // per_block, begun - (-r.stop // per_block)) for r in read)
 
@@ -149,7 +151,8 @@ class IslandBatches:
 
     def _count_sources(self, unit: int) -> list[int]:
         first = self._position(unit)
-        before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
+        before = self._order.counts(first)
+        after = self._order.counts(first + self._sequences_per_step)
         return [new - old for old, new in zip(before, after, strict=True)]
 
     def _position(self, unit: int) -> int:
@@ -190,7 +193,8 @@ def heldout_windows(
     and limited by the length of the text. Every rank yields the same number of batches, because a
     sharded forward pass needs all ranks. Sources are mixed in the same proportions as in training.
     """
-    shares, num_windows = MixtureShares(corpus.weights), sum(heldout_counts(corpus, seq_len, num_tokens))
+    shares = MixtureShares(corpus.weights)
+    num_windows = sum(heldout_counts(corpus, seq_len, num_tokens))
     num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
     first = data_rank * num_micro_batches * micro_batch
     for start in range(first, first + num_micro_batches * micro_batch, micro_batch):

@@ -35,13 +35,16 @@ def hold_lock(path: Path, what: str) -> Iterator[KeepAlive]:
 
 
 def _take(descriptor: int, path: Path, what: str) -> None:
-    alive_at, changed_at, is_logged = 0.0, time.monotonic(), False
+    alive_at = 0.0
+    changed_at = time.monotonic()
+    is_logged = False
     while not try_lock(descriptor):
         if not is_logged:
             log.info("another process is preparing %s: waiting for it", what)
             is_logged = True
         if os.fstat(descriptor).st_mtime != alive_at:
-            alive_at, changed_at = os.fstat(descriptor).st_mtime, time.monotonic()
+            alive_at = os.fstat(descriptor).st_mtime
+            changed_at = time.monotonic()
         if time.monotonic() - changed_at > STALLED_SECONDS:
             raise InputError(
                 f"another process is preparing {what} and has shown no sign of life for {STALLED_SECONDS:.0f} s; "

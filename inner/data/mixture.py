@@ -60,7 +60,8 @@ class SequenceOrder:
         """
         epoch, index = divmod(position, self._num_sequences)
         if epoch != self._epoch:
-            self._keys, self._epoch = round_keys(self._seed, epoch), epoch
+            self._keys = round_keys(self._seed, epoch)
+            self._epoch = epoch
         return permute(index, self._num_sequences, self._keys)
 
 
@@ -134,7 +135,8 @@ class MixtureShares:
         """Return the source of a position and the sequence within that source, before any
         shuffling.
         """
-        before, after = self.counts(position), self.counts(position + 1)
+        before = self.counts(position)
+        after = self.counts(position + 1)
         source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
         return MixturePosition(source, before[source])
 
@@ -192,7 +194,8 @@ class MixedOrder:
         """
         if block == self._block:
             return
-        first, following = self._shares.counts(block * BLOCK), self._shares.counts((block + 1) * BLOCK)
+        first = self._shares.counts(block * BLOCK)
+        following = self._shares.counts((block + 1) * BLOCK)
         here = [new - old for old, new in zip(first, following, strict=True)]
         # numpy guarantees that the stream of RandomState for a seed never changes. The seed has one
         # number more than SequenceOrder's seed, so that their streams differ.
@@ -243,7 +246,8 @@ class WholeText:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, shuffled: int | None) -> None:
-        self._tokens, self._seq_len = tokens, seq_len
+        self._tokens = tokens
+        self._seq_len = seq_len
         self.number: int = (len(tokens) - 1) // seq_len
         self.order: OneOrder = (
             SequenceOrder(self.number, seed) if shuffled is None else ShardOrder(self, seed, shuffled // seq_len)
@@ -281,7 +285,9 @@ class ShardOrder:
     """
 
     def __init__(self, source: ShardSource, seed: int, sequences_per_shard: int) -> None:
-        self._source, self._seed, self._per_shard = source, seed, sequences_per_shard
+        self._source = source
+        self._seed = seed
+        self._per_shard = sequences_per_shard
         self._of = (-1, -1)
         self._keys: tuple[int, ...] = ()
 
@@ -291,7 +297,8 @@ class ShardOrder:
         first = shard * self._per_shard
         known, _ = self._source.count_through(shard)
         if self._of != (epoch, shard):
-            self._keys, self._of = round_keys(self._seed, f"{epoch}/{shard}"), (epoch, shard)
+            self._keys = round_keys(self._seed, f"{epoch}/{shard}")
+            self._of = (epoch, shard)
         return first + permute(place, min(self._per_shard, known - first), self._keys)
 
     def shard_of(self, position: int, number: int | None) -> int:

@@ -46,7 +46,8 @@ class PrepareProgress:
 
     @property
     def num_documents(self) -> int:
-        counts, more = self.published, self.shard.counts
+        counts = self.published
+        more = self.shard.counts
         return sum(each.train_documents + each.heldout_documents for each in (counts, more))
 
     @property
@@ -185,7 +186,8 @@ def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits
     """Write the stream into shards until it ends or both splits are full."""
     progress = limits.progress
     for encoded in stream:
-        document, shard = encoded.document, progress.shard
+        document = encoded.document
+        shard = progress.shard
         # Check again, because the split may have become full since the document was encoded.
         if limits.has_place(document):
             _add(encoded, limits)
@@ -212,7 +214,8 @@ def _add(encoded: EncodedDocument, limits: CorpusLimits) -> None:
 
 
 def _add_conversation(encoded: EncodedDocument, limits: CorpusLimits, seq_len: int) -> None:
-    progress, fitted = limits.progress, fit(encoded.ids, seq_len)
+    progress = limits.progress
+    fitted = fit(encoded.ids, seq_len)
     counts = progress.shard.counts
     if not len(fitted.coded):
         counts.unlearned += 1

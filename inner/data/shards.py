@@ -113,7 +113,8 @@ class ShardCounts:
     """Number of conversations whose end was left out."""
 
     def __add__(self, other: "ShardCounts") -> "ShardCounts":
-        ours, theirs = asdict(self), asdict(other)
+        ours = asdict(self)
+        theirs = asdict(other)
         return ShardCounts(**{name: ours[name] + theirs[name] for name in ours})
 
 
@@ -189,9 +190,12 @@ def open_split(folder: Path, split: SplitName, dtype: str, num_tokens: int) -> S
     """Map the first num_tokens tokens of one split into memory. Raises InputError if a file has the
     wrong size.
     """
-    pieces, ends, left = [], [], num_tokens
+    pieces = []
+    ends = []
+    left = num_tokens
     for number, counts in enumerate(finished_shards(folder)):
-        shard, sizes = shard_folder(folder, number), asdict(counts)
+        shard = shard_folder(folder, number)
+        sizes = asdict(counts)
         tokens = _map(shard / f"{split}.bin", dtype, sizes[f"{split}_tokens"])
         pieces.append(tokens[:left])
         ends.append(_map(shard / f"{split}.ends", "int64", sizes[f"{split}_documents"]))

@@ -19,7 +19,9 @@ class BlockOrder:
         """Order sequences by blocks. `order` is the order of the blocks; blocks before
         `first_block` are left out.
         """
-        self._order, self._first_block, self._per_block = order, first_block, per_block
+        self._order = order
+        self._first_block = first_block
+        self._per_block = per_block
 
     def __getitem__(self, position: int) -> int:
         """Return the index of the sequence at `position` >= 0, counted in sequences."""
@@ -53,7 +55,8 @@ def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int
     """Return where the next stage begins. `borders` has a pair for each earlier stage: the first
     unit that was never leased in it, and the first unit of the stage after it.
     """
-    block_len, unit = max(stage.seq_len for stage in stages), 0
+    block_len = max(stage.seq_len for stage in stages)
+    unit = 0
     blocks = [0] * len(stages[0].weights)
     for stage, (end, first) in zip(stages, borders, strict=False):
         order = MixedOrder(stage.weights, [SequenceOrder(1, seed)] * len(blocks), seed)
@@ -90,7 +93,10 @@ class SiteOrder:
 
         `shared` numbers its sources as the texts of the island.
         """
-        self._own, self._shares, self._shared, self._size = own, MixtureShares(weights), shared, size
+        self._own = own
+        self._shares = MixtureShares(weights)
+        self._shared = shared
+        self._size = size
         self._first = 0
         self._places: list[MixturePosition] = []
 

@@ -100,13 +100,15 @@ def _pair_with_ids(chunk: list[Document], future: "Future[list[np.ndarray]]") ->
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    chunk, size = [], 0
+    chunk = []
+    size = 0
     for document in documents:
         chunk.append(document)
         size += len(document.text)
         if size >= CHUNK_CHARACTERS:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 

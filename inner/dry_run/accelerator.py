@@ -63,7 +63,8 @@ class _Stream:
 class _Backend:
     """The functions that torch expects of a device module such as `torch.cuda`."""
 
-    Stream, Event = _Stream, _Event
+    Stream = _Stream
+    Event = _Event
 
     def is_available(self) -> bool:
         return True

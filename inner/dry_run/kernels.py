@@ -15,7 +15,8 @@ from torch import Tensor
 from inner.dry_run.accelerator import DEVICE_TYPE
 
 aten = torch.ops.aten
-_attention, _rms_norm = F.scaled_dot_product_attention, F.rms_norm
+_attention = F.scaled_dot_product_attention
+_rms_norm = F.rms_norm
 
 
 def choose_as_cuda_does() -> None:

@@ -59,7 +59,8 @@ class LiveBytes(TorchDispatchMode):
                 self._count(storage)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self.now += size - self._bytes.get(key, 0)
         self._bytes[key] = size
         self.peak = max(self.peak, self.now)

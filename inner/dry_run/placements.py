@@ -50,7 +50,8 @@ def find_placements(
     Call it while no process group is open. Raises InputError if the mesh does not fit the model.
     """
     with _rank_zero(degrees.num_ranks):
-        mesh, nowhere = IslandMesh(degrees, "cpu"), torch.device("meta")
+        mesh = IslandMesh(degrees, "cpu")
+        nowhere = torch.device("meta")
         # The compute dtype does not matter here, because parameters are stored in fp32.
         layout = Layout(model, seq_len, mesh, parallel, torch.bfloat16, nowhere)
         placed = [

@@ -57,9 +57,11 @@ class StepTracker(LiveBytes):
 
     def _note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._to_copy.default:
-            source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+            source = args[0].device
+            target = torch.device(kwargs.get("device") or args[0].device)
         elif func is aten.copy_.default:
-            source, target = args[1].device, args[0].device
+            source = args[1].device
+            target = args[0].device
         else:
             return
         if source.type != target.type and DEVICE_TYPE in (source.type, target.type):

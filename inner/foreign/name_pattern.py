@@ -115,11 +115,13 @@ def _branch(argument: Any, name: str, starts: Places) -> Places:
 def _repeat(argument: Any, name: str, starts: Places) -> Places:
     least, most, items = argument
     for _ in range(least):
-        before, starts = starts, _ends(items, name, starts)
+        before = starts
+        starts = _ends(items, name, starts)
         # After as many repeats as the name has characters, no new place can be reached.
         if starts == before:
             break
-    reached, new = set(starts), starts
+    reached = set(starts)
+    new = starts
     for _ in range(most - least):
         new = _ends(items, name, new) - reached
         if not new:

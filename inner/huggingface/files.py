@@ -58,7 +58,8 @@ def check_header(path: Path) -> None:
     there are.
     """
     with open_file(path) as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
     if size < 8 + length:
         raise InputError(f"{path}: has {size} bytes, fewer than its header; copy it again")
     if length > MAX_HEADER_BYTES:

@@ -71,7 +71,8 @@ def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | Non
     """Return bos_token_id or None, and all eos_token_ids of a config.json. Ids that the model does
     not have are left out.
     """
-    bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+    bos = config.get("bos_token_id")
+    eos = config.get("eos_token_id")
     listed = eos if isinstance(eos, list) else [eos]
     known = [each for each in (bos, *listed) if type(each) is int and 0 <= each < vocab_size]
     return (bos if bos in known else None), tuple(each for each in listed if each in known)
@@ -145,7 +146,8 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None
             "leave model.preset out (or set it to null)"
         )
     for key in sorted(given.model_fields_set & stored.model_fields_set):
-        mine, theirs = getattr(given, key), getattr(stored, key)
+        mine = getattr(given, key)
+        theirs = getattr(stored, key)
         if mine is not None and mine != theirs:
             raise InputError(
                 f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} ({folder / CONFIG}); "

@@ -96,7 +96,8 @@ def find_window(config: dict[str, Any]) -> int | None:
         return window
     if layer_types := config.get("layer_types"):
         return window if SLIDING in layer_types else None
-    first, num_layers = config.get("max_window_layers", WINDOW_LAYERS), config.get("num_hidden_layers")
+    first = config.get("max_window_layers", WINDOW_LAYERS)
+    num_layers = config.get("num_hidden_layers")
     return None if isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers else window
 
 
@@ -123,7 +124,8 @@ def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[st
 
 
 def _find_unsupported_window(config: dict[str, Any], longest: object) -> Iterator[str]:
-    window, types = find_window(config), set(config.get("layer_types") or ())
+    window = find_window(config)
+    types = set(config.get("layer_types") or ())
     if window is not None and not (isinstance(window, int) and isinstance(longest, int) and longest <= window):
         yield (
             f"sliding_window is {window!r}; attention here sees the whole sequence, which gives the same result only "
@@ -138,7 +140,8 @@ def read_head_dim(config: dict[str, Any]) -> int | None:
     num_heads.
     """
     head_dim = config.get("head_dim") or MODEL_TYPES[config["model_type"]].head_dim
-    dim, num_heads = config["hidden_size"], config["num_attention_heads"]
+    dim = config["hidden_size"]
+    num_heads = config["num_attention_heads"]
     if head_dim is None or not isinstance(dim, int) or not isinstance(num_heads, int):
         return None
     return head_dim if head_dim * num_heads != dim else None

@@ -34,7 +34,8 @@ def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
     """Return the scaling in a config.json, or None. Raises pydantic's ValidationError if its values
     are not allowed.
     """
-    rope, rope_type = rope_settings(config), _type_of(config)
+    rope = rope_settings(config)
+    rope_type = _type_of(config)
     if rope_type == "default":
         return None
     values = {key: value for key, value in rope.items() if key not in IGNORED | NO_CHANGE.keys()}
@@ -50,7 +51,8 @@ def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
 
 def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
     """Yield messages about settings of RoPE that this model does not support."""
-    rope, rope_type = rope_settings(config), _type_of(config)
+    rope = rope_settings(config)
+    rope_type = _type_of(config)
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
     if rope_type == "default":

@@ -62,7 +62,8 @@ class ActivationMemory:
         """Bytes held between the halves of one layer's split backward: gradients of the outputs of
         its matrices and norms.
         """
-        q_numel, kv_numel = self.work.q_numel, self.work.kv_numel
+        q_numel = self.work.q_numel
+        kv_numel = self.work.kv_numel
         heads = 2 * q_numel + 3 * kv_numel if self.work.sizes.qk_norm else q_numel + 2 * kv_numel
         return self.work.compute_itemsize * heads + 2 * self._hidden + 2 * self._inputs + 2 * self.stream
 
@@ -144,7 +145,8 @@ def loss_memory(work: Workload) -> LossMemory:
     """Return the memory of the loss of one micro-batch on the rank of the last stage."""
     itemsize = work.compute_itemsize
     rows = -(-work.sizes.vocab_size // work.degrees.tp)
-    inputs, table = work.tokens * work.sizes.dim, rows * work.sizes.dim
+    inputs = work.tokens * work.sizes.dim
+    table = rows * work.sizes.dim
     logits = min(work.parallel.loss_chunk, work.tokens) * rows
     # In a dtype smaller than fp32, logits and probabilities exist in both dtypes at once, and so do
     # the gradients of the table.

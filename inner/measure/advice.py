@@ -50,7 +50,8 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
     """Yield changed settings for the same model, tokens and ranks. Changes that cost the least
     speed come first.
     """
-    degrees, parallel = work.degrees, work.parallel
+    degrees = work.degrees
+    parallel = work.parallel
 
     def with_parallel(**changes: Any) -> Workload:
         return replace(work, parallel=parallel.model_copy(update=changes))
@@ -70,7 +71,8 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
     if parallel.loss_chunk > 1024:
         yield "island.parallel.loss_chunk=1024", with_parallel(loss_chunk=1024)
     if work.micro_batch % 2 == 0:
-        fewer, more = work.micro_batch // 2, work.num_micro_batches * 2
+        fewer = work.micro_batch // 2
+        more = work.num_micro_batches * 2
         yield f"island.micro_batch={fewer}", replace(work, micro_batch=fewer, num_micro_batches=more)
     for recompute in ("attention", "selective", "full"):
         if recompute != parallel.recompute:

@@ -114,11 +114,13 @@ class _Rank:
         A single rank gathers nothing. It has copies in the compute dtype, or no copies if the
         masters have that dtype.
         """
-        work, itemsize = self.work, self.work.compute_itemsize
+        work = self.work
+        itemsize = self.work.compute_itemsize
         if work.degrees.num_copies == 1:
             return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
         if work.degrees.pp == 1:
-            root, is_sharded = work.root(self.stages[0]).numel, work.degrees.fsdp > 1
+            root = work.root(self.stages[0]).numel
+            is_sharded = work.degrees.fsdp > 1
             # The last gather of the forward is that of the head, if it is untied. Its buffer
             # remains until the backward gathers again, which never happens with ZeRO-2.
             buffer = root if is_sharded and not work.sizes.tie_embeddings else 0

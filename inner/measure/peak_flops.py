@@ -29,7 +29,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
     """
     import torch
 
-    where, kind = torch.device(device), getattr(torch, dtype)
+    where = torch.device(device)
+    kind = getattr(torch, dtype)
     try:
         return max(_product_flops(size, where, kind) for size in PEAK_SIZES.get(where.type, PEAK_SIZES["cuda"]))
     except RuntimeError:
@@ -44,7 +45,8 @@ def _product_flops(size: int, device: "torch.device", dtype: "torch.dtype") -> f
 
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     result = left @ right
-    best, until = 0.0, time.perf_counter() + PEAK_SECONDS
+    best = 0.0
+    until = time.perf_counter() + PEAK_SECONDS
     while time.perf_counter() < until:
         _synchronise(device)
         started_at = time.perf_counter()

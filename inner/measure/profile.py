@@ -94,7 +94,9 @@ class Profiler:
 
     def _write(self) -> None:
         assert self._profile is not None
-        made, self._profile, self._is_recording = self._profile, None, False
+        made = self._profile
+        self._profile = None
+        self._is_recording = False
         try:
             self._write_files(made)
         except Exception as error:  # noqa: BLE001 - as in _begin
@@ -140,7 +142,8 @@ def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int
         if event["name"] == MEMORY:
             # aten::empty does not show what the allocation is for.
             names = [name for _, name in stack if not name.startswith("aten::empty")]
-            size, total = event["args"]["Bytes"], event["args"]["Total Allocated"]
+            size = event["args"]["Bytes"]
+            total = event["args"]["Total Allocated"]
             yield event["ts"] - started_at, size, total, names[-1] if names else ""
         else:
             stack.append((event["ts"] + event.get("dur", 0), event["name"]))

@@ -68,7 +68,8 @@ def dense_backward(
         return aten._scaled_dot_product_flash_attention_backward(
             *inputs, *output, None, None, *lengths, 0.0, is_causal, seed, offset
         )
-    num_heads, num_kv_heads = q_BHSE.shape[1], k_BKTE.shape[1]
+    num_heads = q_BHSE.shape[1]
+    num_kv_heads = k_BKTE.shape[1]
     k_BHTE, v_BHTE = (repeat_heads(x, num_heads) for x in (k_BKTE, v_BKTE))
     padded_lse = F.pad(output.lse_BHS, (0, -q_BHSE.shape[2] % 32), value=torch.inf)
     dq_BHSE, *dkv = aten._scaled_dot_product_efficient_attention_backward(
@@ -114,7 +115,8 @@ def varlen_forward(
     out_MHE, lse_HM = _empty_output(q_MHE)
     for here in _each_document(host_bounds_N):
         out, lse = dense_forward(*(_heads_first(x[here]) for x in (q_MHE, k_MKE, v_MKE)), is_causal=True)
-        out_MHE[here], lse_HM[:, here] = out[0].transpose(0, 1), lse[0]
+        out_MHE[here] = out[0].transpose(0, 1)
+        lse_HM[:, here] = lse[0]
     return out_MHE, lse_HM
 
 
@@ -169,7 +171,8 @@ def _flash_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ends = bounds_N, bounds_N, longest, longest
     # As in torch.nn.attention.varlen: without dropout the random state is not read.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q_MHE.device), q_MHE.new_empty(0)
+    state = torch.zeros(2, dtype=torch.uint64, device=q_MHE.device)
+    unused = q_MHE.new_empty(0)
     inputs = grad_MHE, q_MHE, k_MKE, v_MKE, out_MHE, lse_HM
     return aten._flash_attention_backward(*inputs, *ends, 0.0, True, state, unused)
 

@@ -58,7 +58,8 @@ class KeyValueCache:
         if self._kept_2BTKE is None:
             batch, _, heads, width = k_BSKE.shape
             self._kept_2BTKE = k_BSKE.new_empty(2, batch, self._num_positions, heads, width)
-        begin, self._length = self._length, self._length + num_new
+        begin = self._length
+        self._length = self._length + num_new
         assert begin == 0 or num_new == 1, f"{num_new} positions after the first {begin}"
         self._kept_2BTKE[0, :, begin : self._length] = k_BSKE
         self._kept_2BTKE[1, :, begin : self._length] = v_BSKE
@@ -86,7 +87,8 @@ def generate(
     for attention in attentions:
         attention.attend = KeyValueCache(num_positions)
     try:
-        new, begin = list(prompt), 0
+        new = list(prompt)
+        begin = 0
         for _ in range(max_tokens):
             logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SE.device), begin)[0]
             begin += len(new)
@@ -141,7 +143,8 @@ def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collectio
         text = _decode_after(previous, new_ids, tokenizer)
         if text and not text.endswith(UNFINISHED):
             yield text
-            previous, new_ids = new_ids, []
+            previous = new_ids
+            new_ids = []
     if rest := _decode_after(previous, new_ids, tokenizer):
         yield rest
 

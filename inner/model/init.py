@@ -64,7 +64,8 @@ def fill_normal(values: Tensor, key: str, row: int, col: int, num_cols: int, std
 
     The matrix follows from `key` alone; each row is drawn in full.
     """
-    table, target = normal_table() * np.float32(std), values.numpy()
+    table = normal_table() * np.float32(std)
+    target = values.numpy()
     for start, draws in random_rows(key, row, row + len(target), num_cols):
         target[start - row : start - row + len(draws)] = table[draws[:, col : col + target.shape[1]]]
 

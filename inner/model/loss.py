@@ -60,7 +60,8 @@ class ChunkedCrossEntropy:
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         """Return the loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
         if not torch.is_grad_enabled():
-            x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
+            x_TD = x_TD.detach()
+            weight_VD = weight_VD.detach()
         return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self)
 
 

@@ -30,7 +30,8 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
     backward.
     """
     angles_SP = torch.outer(positions_S.float(), rope_frequencies(sizes, seq_len))
-    cos_SP, sin_SP = angles_SP.cos(), angles_SP.sin()
+    cos_SP = angles_SP.cos()
+    sin_SP = angles_SP.sin()
     table_2SE = torch.stack((torch.cat((cos_SP, cos_SP), dim=-1), torch.cat((-sin_SP, sin_SP), dim=-1)))
     return table_2SE * attention_factor(sizes.rope_scaling)
 
@@ -39,7 +40,8 @@ def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
     """Return the angle per position of each pair (P), fp32 on the CPU. Only dynamic scaling depends
     on `seq_len`.
     """
-    scaling, theta = sizes.rope_scaling, sizes.rope_theta
+    scaling = sizes.rope_scaling
+    theta = sizes.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
         theta *= _dynamic_growth(scaling, sizes.head_dim, seq_len)
     exponents_P = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
@@ -75,7 +77,8 @@ def _dynamic_growth(scaling: RopeScaling, head_dim: int, seq_len: int) -> float:
 def _kept_share(frequencies_P: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     """Return the share s of each frequency that is not divided."""
     if scaling.rope_type == "llama3":
-        low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+        low = scaling.low_freq_factor or 1.0
+        high = scaling.high_freq_factor or 4.0
         turns_P = scaling.original_length * frequencies_P / (2 * math.pi)
         return ((turns_P - low) / (high - low)).clamp(0, 1)
     if scaling.rope_type == "yarn":
@@ -84,7 +87,8 @@ def _kept_share(frequencies_P: Tensor, scaling: RopeScaling, theta: float) -> Te
             num_pairs * math.log(scaling.original_length / (2 * math.pi * turns)) / math.log(theta)
             for turns in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
         )
-        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * num_pairs - 1)
+        first = max(math.floor(fast), 0)
+        last = min(math.ceil(slow), 2 * num_pairs - 1)
         # If both bounds are the same pair, the share falls from 1 to 0 at once.
         return 1 - ((torch.arange(num_pairs) - first) / max(last - first, 0.001)).clamp(0, 1)
     return torch.zeros_like(frequencies_P)

@@ -27,7 +27,8 @@ def summed_loss(model: Transformer, windows: Iterable[Tensor], seq_len: int, eos
     `eos_id` ends a document.
     """
     cut = Cutter(torch.arange(seq_len), seq_len, eos_id, model.rope_2SE.device)
-    loss, tokens = 0.0, 0
+    loss = 0.0
+    tokens = 0
     for window in windows:
         tokens_BS, targets_BS, packing = cut(window)
         loss += model(tokens_BS, targets_BS=targets_BS, packing=packing).item()

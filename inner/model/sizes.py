@@ -121,7 +121,8 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
     elif config.preset in PRESETS:
         sizes = replace(PRESETS[config.preset], **overrides)
     else:
-        near, allowed = get_close_matches(config.preset.lower(), PRESETS, n=1, cutoff=0.0)[0], ", ".join(PRESETS)
+        near = get_close_matches(config.preset.lower(), PRESETS, n=1, cutoff=0.0)[0]
+        allowed = ", ".join(PRESETS)
         raise InputError(f"model.preset {config.preset!r} is unknown; nearest is {near!r}; allowed: {allowed}")
     _check_heads(sizes)
     return sizes

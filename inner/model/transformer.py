@@ -44,10 +44,13 @@ class Attention(nn.Module):
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.kv_heads is not None:
-            k_BSKE, v_BSKE = k_BSKE[:, :, self.kv_heads], v_BSKE[:, :, self.kv_heads]
+            k_BSKE = k_BSKE[:, :, self.kv_heads]
+            v_BSKE = v_BSKE[:, :, self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        q_BSHE, k_BSKE = rotate(q_BSHE, rope_2SE), rotate(k_BSKE, rope_2SE)
+            q_BSHE = self.q_norm(q_BSHE)
+            k_BSKE = self.k_norm(k_BSKE)
+        q_BSHE = rotate(q_BSHE, rope_2SE)
+        k_BSKE = rotate(k_BSKE, rope_2SE)
         return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, packing).flatten(-2))
 
 

@@ -39,7 +39,8 @@ def estimate_noise(small: tuple[float, float], large: tuple[float, float]) -> Gr
     """Estimate from two batches, each given by its number of tokens and the squared norm of its
     mean gradient.
     """
-    (small_tokens, small_square), (large_tokens, large_square) = small, large
+    (small_tokens, small_square) = small
+    (large_tokens, large_square) = large
     assert 0 < small_tokens < large_tokens, f"{small_tokens} and {large_tokens} tokens"
     signal = (large_tokens * large_square - small_tokens * small_square) / (large_tokens - small_tokens)
     noise = (small_square - large_square) / (1 / small_tokens - 1 / large_tokens)

@@ -29,7 +29,8 @@ from inner.import_path import call_text, is_import_path, load
 from inner.mesh import Degrees
 
 KEY = "optimizer.name"
-ROWS, COLS = 8, 6
+ROWS = 8
+COLS = 6
 STEPS = 3
 LR = 0.01
 Group = dict[str, Any]

@@ -28,14 +28,16 @@ class PrimalAveraging(torch.optim.Optimizer):
         self.base = base
         self.param_groups = base.param_groups
         self.state = base.state
-        self._mu_x, self._mu_y = mu_x, mu_y
+        self._mu_x = mu_x
+        self._mu_y = mu_y
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         states = [self.state[param].get(OFFSET) for param in params]
         states = [torch.zeros_like(p) if state is None else state for p, state in zip(params, states, strict=True)]
-        local_params, offsets = [local_tensor(param) for param in params], [local_tensor(state) for state in states]
+        local_params = [local_tensor(param) for param in params]
+        offsets = [local_tensor(state) for state in states]
         torch._foreach_add_(local_params, offsets, alpha=-self._mu_y)
         # From here on the parameters hold z, so that weight decay acts on z, and the offsets hold
         # x.

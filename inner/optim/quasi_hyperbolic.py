@@ -40,7 +40,8 @@ class QuasiHyperbolicAdamW(AdamW):
         """Correct AdamW's step, which was along m: replace the share 1 - w of it by a step along
         the gradient.
         """
-        state, (beta1, beta2) = self.state[param], group["betas"]
+        state = self.state[param]
+        (beta1, beta2) = group["betas"]
         correction1, correction2 = (1.0 - beta ** state["step"] for beta in (beta1, beta2))
         assert param.grad is not None, "step() must leave out parameters without a gradient"
         ahead = (local_tensor(state["exp_avg"]) / correction1).sub_(local_tensor(param.grad))

@@ -98,7 +98,8 @@ def build_whole(layout: Layout) -> nn.Module:
 
 
 def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
-    parallel, model = layout.parallel, build_own_model(own, layout.seq_len)
+    parallel = layout.parallel
+    model = build_own_model(own, layout.seq_len)
     apply_recompute(model, parallel.recompute)
     if layout.is_compiled:
         compile_blocks(model, layout.device.type)
@@ -111,7 +112,8 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     """Build a stage for the ranks of its pp coordinate, with parameters that are sharded and
     without values. All of these ranks must call it.
     """
-    parallel, degrees = layout.parallel, layout.mesh.degrees
+    parallel = layout.parallel
+    degrees = layout.mesh.degrees
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
     if model.head is not None:
@@ -164,7 +166,8 @@ def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
     """
     if isinstance(layout.model, OwnModel):
         return None
-    first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
+    first = layout.stage_ranks[0]
+    last = layout.stage_ranks[-1]
     if not layout.sizes.tie_embeddings or first == last:
         return None
     # pp is the outermost axis: a stage's ranks are adjacent, and copies are at the same place in

@@ -124,7 +124,8 @@ def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_hea
             f"island.parallel.context {method}); try data.seq_len {nearest_multiples(seq_len, unit)}"
         )
     # If there are fewer key-value heads than ranks of tp, each rank of tp has one key-value head.
-    heads, kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
+    heads = num_heads // tp
+    kv_heads = max(num_kv_heads // tp, 1)
     if method == "ulysses" and (heads % cp or kv_heads % cp):
         most = gcd(heads, kv_heads)
         raise InputError(

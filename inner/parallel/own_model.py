@@ -102,7 +102,8 @@ def initialise_own_model(params: LocalParams, model: nn.Module, seed: int) -> No
     normal_of = getattr(model, "normal_of", _normal_of)
     for index, held in enumerate(params.slices):
         mean, std = normal_of(held.name)
-        values, num_cols = torch.zeros(held.shape), specs[held.name].matrix_shape[1]
+        values = torch.zeros(held.shape)
+        num_cols = specs[held.name].matrix_shape[1]
         if std > 0:
             fill_normal(values, f"{seed}/{held.name}", held.rows[0], held.cols[0], num_cols, std)
         params.write(index, values + mean)

@@ -63,7 +63,8 @@ class _Scatter(torch.autograd.Function):
 
 def _gather(x_BSD: Tensor, stream: TensorStream) -> Tensor:
     """Return the blocks of positions of all ranks, one after the other."""
-    n, (B, S, D) = stream.num_ranks, x_BSD.shape
+    n = stream.num_ranks
+    (B, S, D) = x_BSD.shape
     stacked = _functional.all_gather_into_tensor(x_BSD.contiguous(), n, stream.group_name)
     blocks_NBSD = _functional.wait_tensor(stacked).view(n, B, S, D)
     return blocks_NBSD.transpose(0, 1).reshape(B, n * S, D)
@@ -73,6 +74,7 @@ def _sum(part_BSD: Tensor, stream: TensorStream) -> Tensor:
     """Return the sum over the ranks, or this rank's block of its positions."""
     if not stream.is_split:
         return _functional.wait_tensor(_functional.all_reduce(part_BSD.contiguous(), "sum", stream.group_name))
-    n, (B, S, D) = stream.num_ranks, part_BSD.shape
+    n = stream.num_ranks
+    (B, S, D) = part_BSD.shape
     stacked = part_BSD.view(B, n, S // n, D).transpose(0, 1).reshape(n * B, S // n, D)
     return _functional.wait_tensor(_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", n, stream.group_name))

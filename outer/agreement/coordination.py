@@ -64,7 +64,9 @@ class Coordination:
         speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
         self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
         is_slow = any(self.slow[name].until > number for name in self.crew[:1] if name in self.slow)
-        self.is_direct, self.num_ready, self.said = not is_calm or is_slow, 0, None
+        self.is_direct = not is_calm or is_slow
+        self.num_ready = 0
+        self.said = None
 
     def meet(self, islands: Collection[str], rules: Rules) -> None:
         """Choose the first island by name as the coordinator before the first commit, if there are
@@ -75,11 +77,13 @@ class Coordination:
         """
         has_begun = bool(self.crew) and self.is_direct
         if len(islands) > rules.tree_islands and not rules.has_observers and not has_begun:
-            self.crew, self.is_direct = tuple(sorted(islands)), False
+            self.crew = tuple(sorted(islands))
+            self.is_direct = False
 
     def turn_direct(self) -> None:
         """Write to all from now on, until the next commit."""
-        self.is_direct, self.num_ready = True, 0
+        self.is_direct = True
+        self.num_ready = 0
 
     def hold_up(self) -> None:
         """Remember how many islands the coordinator has reported as ready. `compare` checks it
@@ -228,4 +232,6 @@ class Passing:
 
     def end(self) -> None:
         """Forget all notices and plans, because the round is over."""
-        self.notices, self.asked, self.early = {}, frozenset(), None
+        self.notices = {}
+        self.asked = frozenset()
+        self.early = None

@@ -81,7 +81,8 @@ class Knowledge:
 
     def presume(self, islands: Iterable[str], status: Status) -> None:
         """Record that islands hold a state, or soon will: they have signed its commit together with this one."""
-        rank, presumed = status.rank, set[str]()
+        rank = status.rank
+        presumed = set[str]()
         for name in self.present.intersection(islands):
             known = self.statuses.get(name)
             if known is None or known.rank < rank:
@@ -111,7 +112,9 @@ class Knowledge:
 
     def judge_claims(self) -> Judged:
         """Decide which of the other islands' claims are accepted, and which islands may take part in a round."""
-        live, refused, islands = {}, set(), self.present - self.lost
+        live = {}
+        refused = set()
+        islands = self.present - self.lost
         for name, status in self.statuses.items():
             if name not in islands:
                 continue

@@ -313,7 +313,8 @@ class VoteList(Message):
         cast = [votes[name] for name in plan.names if name in votes]
         if len(cast) < len(plan.names) or any(vote.digest is None for vote in cast):
             return None
-        digests, signatures = [vote.digest or "" for vote in cast], [vote.signature or "" for vote in cast]
+        digests = [vote.digest or "" for vote in cast]
+        signatures = [vote.signature or "" for vote in cast]
         return cls(plan=plan.id, round=plan.round, digests=digests, signatures=signatures)
 
     def votes(self, plan: Plan) -> list[Vote]:

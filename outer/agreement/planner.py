@@ -84,7 +84,8 @@ class Gathering:
         `is_late`: the grace period is over. `is_patient`: observers still have time to finish their
         inner steps.
         """
-        me, is_settled = self.own.island, is_late or not self.absent
+        me = self.own.island
+        is_settled = is_late or not self.absent
         if behind := find_behind(me, self.status, self.statuses, self.weigh, is_settled=is_settled):
             return behind
         # No plan is made while other islands are awaited, so the slow search for overlapping data
@@ -187,7 +188,8 @@ class Gathering:
         return {name: r for name, r in agreeing.items() if name not in refused}
 
     def _check_quorum(self, agreeing: Mapping[str, Ready], *, is_settled: bool) -> TooFew | None:
-        num_ready, rules = len(agreeing), self.rules
+        num_ready = len(agreeing)
+        rules = self.rules
         # The first plan of a run proves that all starting islands have joined. Later a lost one is
         # not waited for.
         is_start = self.status.round == 0 and self.readies.next_attempt(self.own.island, 0) == 0

@@ -102,7 +102,8 @@ class RoundState:
         """Return the islands to which this one must send its goodbye. After the last round the
         coordinator leaves last.
         """
-        others, coordination = self.knowledge.present - self.knowledge.lost, self.coordination
+        others = self.knowledge.present - self.knowledge.lost
+        coordination = self.coordination
         if coordination.is_led and self.knowledge.status.round >= self.knowledge.rules.max_round:
             return others - frozenset(coordination.crew[1:])
         return others
@@ -114,7 +115,8 @@ class RoundState:
 
     def stop_gathering(self) -> None:
         """Take part in no plan until the next ready message."""
-        self.state, self.own = "training", None
+        self.state = "training"
+        self.own = None
 
     def pass_on(self, plan: Plan) -> None:
         """Forward the plan to this island's branches. It does so even if it takes no part

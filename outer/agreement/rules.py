@@ -17,7 +17,8 @@ GRACE_SHARE = 0.1
 DIRECT_ISLANDS = 4
 """Up to this number of islands, all send their messages to each other. With more, one island
 forwards the messages."""
-TREE_ISLANDS, FAN_OUT = 128, 8
+TREE_ISLANDS = 128
+FAN_OUT = 8
 """More than TREE_ISLANDS participants forward the plan and the list of votes, each of them to
 FAN_OUT others."""
 OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0}

@@ -58,7 +58,8 @@ class RoundProtocol(RoundState):
             self.knowledge.add(self.coordination.crew)
             self.knowledge.presume(self.coordination.crew, status)
         self.knowledge.hold(status)
-        self.state, self.own = "training", None
+        self.state = "training"
+        self.own = None
         self.exchange.end()
         self.passing.end()
         self.vote_table.prune(status.round)
@@ -68,9 +69,11 @@ class RoundProtocol(RoundState):
         must be `next_attempt`.
         """
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
-        self.state, self.own = "gathering", own
+        self.state = "gathering"
+        self.own = own
         self.exchange.end()
-        self.knowledge.status, self.knowledge.reported = own.status, frozenset()
+        self.knowledge.status = own.status
+        self.knowledge.reported = frozenset()
         if own.attempt > 0:
             self.coordination.turn_direct()
         self.meet(own)
@@ -163,7 +166,8 @@ class RoundProtocol(RoundState):
         if outcome == "commit":
             self._expect_earlier(self.plan)
         if outcome != "open":
-            self.state, self.own = "training", None
+            self.state = "training"
+            self.own = None
         return outcome
 
     def resend(self) -> None:
@@ -265,7 +269,8 @@ class RoundProtocol(RoundState):
         """Announce a later attempt if the peer has used this island's ready message in a plan
         that never arrived here.
         """
-        own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
+        own = self.own if self.state == "gathering" and not self.plan else None
+        most = self.next_attempt + MAX_AHEAD
         if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
             self.send_ready(self.own)

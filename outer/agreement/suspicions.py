@@ -125,7 +125,10 @@ class Suspicions:
             for name in committed:
                 streaks.pop(name, None)
         self.round = round_number
-        self.plans, self.silent, self.forgiven, self.num_amnesties = {}, {}, frozenset(), 0
+        self.plans = {}
+        self.silent = {}
+        self.forgiven = frozenset()
+        self.num_amnesties = 0
 
     def excluded(self, round_number: int, votes: Votes) -> dict[str, str]:
         """Return the islands that are left out of this round's plans, with the reasons."""

@@ -51,14 +51,19 @@ class VoteExchange:
 
     def begin(self, plan: Plan, me: str, rules: Rules) -> None:
         """Begin the exchange for a plan in which this island takes part."""
-        self.plan, self.passed_on, self.is_settled, self.is_querying = plan, None, False, False
+        self.plan = plan
+        self.passed_on = None
+        self.is_settled = False
+        self.is_querying = False
         self.has_lists = len(plan.names) > rules.direct_islands
         self.is_direct = not self.has_lists
-        self.branches, self.num_repeats = find_branches(plan, me, rules), 0
+        self.branches = find_branches(plan, me, rules)
+        self.num_repeats = 0
 
     def end(self) -> None:
         """End the exchange: this island takes part in no plan."""
-        self.plan, self.is_querying = None, False
+        self.plan = None
+        self.is_querying = False
 
     def vote(self, vote: Vote, table: VoteTable, knowledge: Knowledge) -> None:
         """Cast this island's vote."""
@@ -96,7 +101,8 @@ class VoteExchange:
         if self.plan is None or (own := table.votes.get((self.plan.id, knowledge.me))) is None:
             return
         others = self.others(knowledge.me)
-        pending, planner = table.pending(self.plan) & others, self.plan.planner
+        pending = table.pending(self.plan) & others
+        planner = self.plan.planner
         if self.is_direct:
             self.outbox.append((pending, own))
             if self.passed_on is not None and planner == knowledge.me:

@@ -154,7 +154,8 @@ class VoteTable:
         `reachable`: the other participants that are not lost. `is_late`: missing votes are no
         longer waited for.
         """
-        outcome, pending = self.tally(plan), self.pending(plan) & reachable
+        outcome = self.tally(plan)
+        pending = self.pending(plan) & reachable
         if outcome == "abort":
             # The missing votes will tell which digest the majority has found, and which other
             # islands are accused.

@@ -26,7 +26,8 @@ from outer.identity.island_key import SIGNATURE_BYTES, IslandKey, Signature, ver
 from outer.identity.known_names import KnownNames
 from outer.network.messages import Message
 
-PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
+PAYLOAD_PURPOSE = "a payload of a round"
+STATEMENT_PURPOSE = "a mean of a round"
 
 FullDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]{64}$")]
 """A whole BLAKE3 hash in hexadecimal digits."""
@@ -63,7 +64,8 @@ class Commitments:
 
     def __init__(self, key: IslandKey, names: KnownNames) -> None:
         """Create it with the island's key. `names` must know the keys of a plan's participants."""
-        self.key, self._names = key, names
+        self.key = key
+        self._names = names
 
     def key_of(self, island: str) -> str:
         """Return the public key of an island. Raises TransportError if it is not known here, for
@@ -84,7 +86,8 @@ class Commitments:
         """Check and remove the signature that `seal` appended. Raises PoisonError if `island`
         has not signed the payload.
         """
-        payload, signature = sealed[:-SIGNATURE_BYTES], sealed[-SIGNATURE_BYTES:].numpy().tobytes()
+        payload = sealed[:-SIGNATURE_BYTES]
+        signature = sealed[-SIGNATURE_BYTES:].numpy().tobytes()
         if not is_payload_signed(self.key_of(island), plan, part, digest_of(payload), signature):
             raise PoisonError(island, f"a payload of part {part} without its signature")
         return SignedPayload(payload, signature)

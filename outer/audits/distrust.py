@@ -44,7 +44,8 @@ class Distrust:
         old = self._entries.get(island, _Entry(0, 0, 0))
         if round_number >= old.until + FORGET_ROUNDS:
             old = _Entry(0, 0, 0)
-        wrong, hidden = old.num_wrong + is_wrong, old.num_hidden + (not is_wrong)
+        wrong = old.num_wrong + is_wrong
+        hidden = old.num_hidden + (not is_wrong)
         rounds = WRONG_ROUNDS * 4 ** (wrong - 1) if is_wrong else 2 ** (hidden - 1)
         self._entries[island] = _Entry(wrong, hidden, max(old.until, round_number + min(rounds, MAX_ROUNDS)))
 

@@ -90,7 +90,10 @@ class KeptPayloads:
 
     def clear(self) -> None:
         """Drop everything, because the attempt is over. Any thread may call it."""
-        self._plan, self._parts, self._statements, self._shown = None, {}, {}, Counter()
+        self._plan = None
+        self._parts = {}
+        self._statements = {}
+        self._shown = Counter()
 
     def serve(self, messenger: Messenger) -> None:
         """Answer the auditors' calls."""

@@ -94,7 +94,8 @@ class Fp16Codec:
         values = flat_fp32(values)
         peak = _peak(values)
         if peak > _FP16_MAX_VALUE:
-            values, peak = values.clamp(-_FP16_MAX_VALUE, _FP16_MAX_VALUE), _FP16_MAX_VALUE
+            values = values.clamp(-_FP16_MAX_VALUE, _FP16_MAX_VALUE)
+            peak = _FP16_MAX_VALUE
         scale = _fp16_scale(peak)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
         payload[:_FP16_SCALE_BYTES].view(torch.float32).fill_(scale)

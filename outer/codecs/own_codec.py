@@ -37,7 +37,8 @@ class OwnCodec:
         """Wrap `code`. `name` is for messages. A codec without `is_coarse` is coarse below 8
         bits per element.
         """
-        self.name, self._code = name, code
+        self.name = name
+        self._code = code
         self.block_elements: int = getattr(code, "block_elements", 1)
         self.gathers: bool = getattr(code, "gathers", False)
         many = 2**16

@@ -100,7 +100,8 @@ def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
 def _bin_means(steps: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the mean of the grid steps of each code, shape (blocks, 4); 0 for an unused code."""
     size = steps.shape[1]
-    sums, counts = [steps.sum(1)], [torch.full((len(steps),), float(size))]
+    sums = [steps.sum(1)]
+    counts = [torch.full((len(steps),), float(size))]
     above = torch.empty_like(codes)
     for code in range(1, _LEVELS):
         # The result is 1 where the element's code is at least `code`, and 0 elsewhere. A comparison

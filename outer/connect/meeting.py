@@ -61,7 +61,8 @@ async def _meet_in_dht(settings: NetworkSettings, network: Network, auth: PeerAu
     place = NodePlace(host, settings.dht_port, settings.announce_host, settings.identity_path)
     meeting = Meeting(settings.run_id, settings.bootstrap, settings.connect_seconds, settings.record_seconds)
     membership, daemon = await open_dht_beside(meeting, place, auth)
-    network.membership, network.wait_for_loss = membership, daemon.wait_for_loss
+    network.membership = membership
+    network.wait_for_loss = daemon.wait_for_loss
     network._closers = (*network._closers, membership.close, daemon.close)
 
 

@@ -56,7 +56,8 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
     """Return the means by which this rank authenticates its peers, and the owners of names.
     Raises InputError.
     """
-    key, names = settings.island_key or IslandKey.generate(), KnownNames(settings.names_path)
+    key = settings.island_key or IslandKey.generate()
+    names = KnownNames(settings.names_path)
     if problem := names.claim(settings.island, key.public):
         raise InputError(
             f"island.name: {problem}according to {settings.names_path or 'the run'}; restore the island's old key, or "
@@ -105,12 +106,18 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
 async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
     from outer.transports.tls.transport import TlsTransport
 
-    host, tls, dialer = settings.listen_host, TlsIdentity(), Dialer(parse_proxy(settings.proxy))
-    relays, rank, key = parse_relays(settings.relays), settings.rank, auth.island
+    host = settings.listen_host
+    tls = TlsIdentity()
+    dialer = Dialer(parse_proxy(settings.proxy))
+    relays = parse_relays(settings.relays)
+    rank = settings.rank
+    key = auth.island
     announced = choose_announced_host(host, settings.announce_host, relays)
     port = settings.listen_port + PORTS_OF_TLS * rank if settings.listen_port else 0
     messenger = await _open_messenger(settings, "tls", auth, port, host, dialer)
-    messenger.tls, messenger.find_key, messenger.on_failure = tls, find_key, dialer.blame
+    messenger.tls = tls
+    messenger.find_key = find_key
+    messenger.on_failure = dialer.blame
     messenger.address = build_address(key.public, announced, find_port(messenger), relays, rank, "calls")
     own = (messenger.traffic, settings.connect_seconds, settings.tls_streams, dialer)
     transport = TlsTransport(settings.run_id, settings.me, auth, tls, *own)
@@ -175,7 +182,8 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
         network = Network(
             transport, messenger, auth.rejections, names, auth.island, daemon_address=daemon.local_address
         )
-        network._closers, network.wait_for_loss = [daemon.close], daemon.wait_for_loss if starts_daemon else None
+        network._closers = [daemon.close]
+        network.wait_for_loss = daemon.wait_for_loss if starts_daemon else None
         if settings.rank > 0:
             return network
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
@@ -183,7 +191,8 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
     except BaseException:
         await daemon.close()
         raise
-    network.membership, network._closers = membership, (membership.close, daemon.close)
+    network.membership = membership
+    network._closers = (membership.close, daemon.close)
     return network
 
 

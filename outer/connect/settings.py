@@ -101,7 +101,8 @@ class Network:
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
         async with AsyncExitStack() as steps:  # runs all steps in reverse order, even if some of them raise
-            closers, self._closers = self._closers, ()
+            closers = self._closers
+            self._closers = ()
             for close in reversed(closers):
                 steps.push_async_callback(close)
             steps.push_async_callback(self.transport.close)

@@ -148,7 +148,9 @@ class GossipAverager:
     # -- a round ----------------------------------------------------------------------------------------------
 
     def _run(self, snapshot: Snapshot) -> RoundReport:
-        started, number, replica = self.event_loop.time(), snapshot.round, self.replica
+        started = self.event_loop.time()
+        number = snapshot.round
+        replica = self.replica
         names = self._find_names(number)
         group = group_of(self.island, self.settings.seed, number, names, self.config.group)
         partners = [name for name in group if name != self.island]
@@ -189,7 +191,8 @@ class GossipAverager:
 
     def _publish(self, snapshot: Snapshot, partners: list[str]) -> Shares:
         """Let the partners fetch this rank's parts. Return its own share as they will decode it. Raises OuterError."""
-        number, hooks = snapshot.round, self.hooks
+        number = snapshot.round
+        hooks = self.hooks
         grads = {part: hooks.pseudo_grad(number, grad) for part, grad in snapshot.pseudo_grads.items()}
         payloads = self.exchange.encode(grads, self.replica.carried.parts)
         leaving = {part: hooks.payload(number, payload) for part, payload in payloads.items()}
@@ -202,7 +205,8 @@ class GossipAverager:
 
     def _step(self, snapshot: Snapshot, shares: Mapping[str, Shares], position: Position) -> None:
         """Make one outer step with these islands' shares."""
-        own, means = shares[self.island], {}
+        own = shares[self.island]
+        means = {}
         for part in snapshot.pseudo_grads:
             gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self.config)
             # Kept for joiners, which follow this island alone.

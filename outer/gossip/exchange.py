@@ -29,14 +29,18 @@ class GossipExchange:
         ranks: RankGroup,
         event_loop: EventLoop,
     ) -> None:
-        self._download, self._server, self._partners = download, server, partners
-        self._ranks, self._event_loop = ranks, event_loop
+        self._download = download
+        self._server = server
+        self._partners = partners
+        self._ranks = ranks
+        self._event_loop = event_loop
 
     def encode(self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return this rank's share, encoded, by part. Raises OuterError on every rank if one
         rank cannot encode its parts.
         """
-        payloads, cause = {}, None
+        payloads = {}
+        cause = None
         try:
             for part, grad in grads.items():
                 payloads[part] = self._download.coding.encode(part, Share(grad, params[part]))

@@ -60,7 +60,10 @@ class Partners:
         deadlines: Deadlines,
     ) -> None:
         assert network.membership is not None, "the leader has a membership"
-        self._identity, self._addresses, self._server, self._deadlines = identity, addresses, server, deadlines
+        self._identity = identity
+        self._addresses = addresses
+        self._server = server
+        self._deadlines = deadlines
         self._membership = network.membership
         self._peers = Peers(identity.island, network.messenger, network.membership, deadlines, identity.config_hash)
         self._own: Member | None = None
@@ -142,7 +145,9 @@ class Partners:
         long as a round takes.
         """
         replies = await asyncio.gather(*(self._meet(name, round_number) for name in names))
-        routes, lost, num_ahead = {}, {}, 0
+        routes = {}
+        lost = {}
+        num_ahead = 0
         for name, reply in zip(names, replies, strict=True):
             if isinstance(reply, str):
                 lost[name] = reply

@@ -93,7 +93,10 @@ class GossipServer:
 
     async def publish(self, share: PublishedShare) -> None:
         """Serve this share from now on: the rank has reached the end of the round's inner steps."""
-        self._round, self._share, self._own, self.theirs = share.round, share, {}, {}
+        self._round = share.round
+        self._share = share
+        self._own = {}
+        self.theirs = {}
         self._changed.notify()
 
     async def judge(self, has_all: Mapping[str, bool]) -> None:
@@ -103,7 +106,8 @@ class GossipServer:
 
     async def close(self, round_number: int) -> None:
         """Enter this round without a published share."""
-        self._round, self._share = round_number, None
+        self._round = round_number
+        self._share = None
         self._changed.notify()
 
     async def _on_meet(self, source: Endpoint, body: bytes) -> bytes:
@@ -134,7 +138,8 @@ class GossipServer:
         return await asyncio.to_thread(lambda: share.payloads[wanted.part].numpy().tobytes())
 
     async def _on_tell(self, source: Endpoint, body: bytes) -> bytes:
-        word, island = await receive(Tell, body), source.island
+        word = await receive(Tell, body)
+        island = source.island
         share = self._find_share(word.round)
         if share is None or island not in share.partners:
             return TellReply(status="no").encode()

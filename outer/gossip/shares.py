@@ -66,7 +66,9 @@ class ShareDownload:
 
     def __init__(self, coding: ShareCoding, carried: Sequence[int], network: Network, deadlines: Deadlines) -> None:
         self.coding = coding
-        self._carried, self._network, self._deadlines = carried, network, deadlines
+        self._carried = carried
+        self._network = network
+        self._deadlines = deadlines
 
     async def fetch_all(
         self, routes: Mapping[str, Route], round_number: int
@@ -80,8 +82,10 @@ class ShareDownload:
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
 
     async def _fetch(self, name: str, route: Route, round_number: int) -> Shares | str:
-        limit, started = self._deadlines.limit("gossip"), loop_time()
-        places, found = asyncio.Semaphore(TAKES_AT_ONCE), {}
+        limit = self._deadlines.limit("gossip")
+        started = loop_time()
+        places = asyncio.Semaphore(TAKES_AT_ONCE)
+        found = {}
 
         async def fetch(part: int) -> None:
             async with places:

@@ -60,7 +60,8 @@ def outer_gradient(shares: Sequence[Share], own: Share, config: GossipConfig) ->
 
     `shares` contains `own` and is in the order of names, which is the order of summation.
     """
-    progress, apart = torch.zeros_like(own.params), torch.zeros_like(own.params)
+    progress = torch.zeros_like(own.params)
+    apart = torch.zeros_like(own.params)
     for share in shares:
         progress += share.pseudo_grad
         # Params are subtracted before they are summed: the difference of equal params is exactly

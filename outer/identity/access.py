@@ -79,7 +79,8 @@ class Access:
             log.warning("%s is banned: this island refuses it from now on", word)
         for word in sorted(self._banned - found):
             log.warning("%s is no longer banned", word)
-        self._banned, self._seen = frozenset(found), seen
+        self._banned = frozenset(found)
+        self._seen = seen
 
 
 def _is_key(word: str) -> bool:

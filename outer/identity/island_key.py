@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 KEY_FILE = "island.key"
 """Name of the key's file in the island's folder."""
 PUBLIC_KEY = "[0-9a-f]{64}"
-SECRET_BYTES, SIGNATURE_BYTES = 32, 64
+SECRET_BYTES = 32
+SIGNATURE_BYTES = 64
 PublicKey = Annotated[str, Field(max_length=2 * SECRET_BYTES, pattern=f"^{PUBLIC_KEY}$")]
 """Field of a message: a public key in hexadecimal digits."""
 Signature = Annotated[str, Field(max_length=2 * SIGNATURE_BYTES, pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]

@@ -45,9 +45,11 @@ class KnownNames:
         """Read the owners from the file at `path`, if there is one. Raises InputError when the
         file cannot be read.
         """
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         self._owners = _load(path) if path is not None and path.exists() else {}
-        self._is_saved, self._saved_at = True, 0.0
+        self._is_saved = True
+        self._saved_at = 0.0
 
     def claim(self, island: str, key: str) -> str:
         """Record that the holder of `key` uses the name. Return why it must not use it, or "" if
@@ -128,7 +130,8 @@ class KnownNames:
             write_atomically(self._path, json.dumps(owners, indent=0).encode())
         except OSError as error:
             log.warning("the names of the run's islands cannot be saved: %s", error)
-        self._is_saved, self._saved_at = True, time.monotonic()
+        self._is_saved = True
+        self._saved_at = time.monotonic()
 
 
 def guest_name(key: str) -> str:

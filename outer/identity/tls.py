@@ -26,7 +26,8 @@ class TlsIdentity:
     """TLS contexts for the connections of one process. Versions below 1.3 are refused."""
 
     def __init__(self) -> None:
-        self.server, self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for context in (self.server, self.client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.server.num_tickets = 0  # A resumed session would not be bound to the certificate.
@@ -50,7 +51,8 @@ def _load_new_certificate(context: ssl.SSLContext) -> str:
     """
     from cryptography import x509  # Imported here, because it is slow and few commands need it.
 
-    key, nobody = Ed25519PrivateKey.generate(), x509.Name([])
+    key = Ed25519PrivateKey.generate()
+    nobody = x509.Name([])
     builder = x509.CertificateBuilder(nobody, nobody, key.public_key(), x509.random_serial_number(), *ALWAYS)
     certificate = builder.sign(key, None)
     pem = serialization.Encoding.PEM

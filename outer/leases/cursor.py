@@ -70,7 +70,10 @@ class LeaseCursor:
     """Reads the units of the island's lease in order (outer/leases/ledger.py)."""
 
     def __init__(self, island: str, index: int, incarnation: str, terms: Terms) -> None:
-        self._island, self._index, self._incarnation, self._terms = island, index, incarnation, terms
+        self._island = island
+        self._index = index
+        self._incarnation = incarnation
+        self._terms = terms
         self._lease: Ranges = ()
         """The island's units, beginning with the first one that no commit has settled."""
         self._num_read = self._num_settled = 0
@@ -100,7 +103,8 @@ class LeaseCursor:
 
     def begin(self, round_number: int, ledger: Ledger) -> None:
         self._lease = find_lease(ledger, self._island, self._index, self._incarnation, self._terms)
-        self._num_read, self._num_settled = 0, ledger.trained_by.get(self._island, 0)
+        self._num_read = 0
+        self._num_settled = ledger.trained_by.get(self._island, 0)
 
     def resume(self, number: int) -> None:
         self._num_read = min(number, count(self._lease))

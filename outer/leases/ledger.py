@@ -127,7 +127,8 @@ def has_repetitions(ranges: Sequence[range]) -> bool:
     """Return whether these ranges contain a unit twice. Raises ValueError if they span too many units."""
     if not ranges:
         return False
-    first, last = min(r[0] for r in ranges), max(r[-1] for r in ranges)
+    first = min(r[0] for r in ranges)
+    last = max(r[-1] for r in ranges)
     if last - first >= MAX_OPEN:
         raise ValueError(f"the leased and returned units span more than {MAX_OPEN} units")
     seen = np.zeros(last - first + 1, np.bool_)
@@ -219,7 +220,8 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
     contributing = [claim for claim in claims if claim.units > 0]
     begun = {claim.first: claim.island for claim in contributing}
     settled = contributing + _find_new_observers(ledger, claims, begun, terms)
-    frontier, returned = ledger.frontier, list(ledger.returned)
+    frontier = ledger.frontier
+    returned = list(ledger.returned)
     leases = {name: lease for name, lease in ledger.leases.items() if lease.runs[0][0] not in begun}
     for claim in sorted(settled, key=lambda claim: claim.first):
         ranges = _find_claimed_lease(ledger, claim, terms)

@@ -28,7 +28,8 @@ def triple(units: range) -> list[int]:
     return [units.start, len(units), units.step]
 
 
-_First, _Count = Annotated[int, Field(ge=0, le=MAX_UNIT)], Annotated[int, Field(ge=1, le=MAX_UNIT)]
+_First = Annotated[int, Field(ge=0, le=MAX_UNIT)]
+_Count = Annotated[int, Field(ge=1, le=MAX_UNIT)]
 _Triple = tuple[_First, _Count, _Count]
 UnitRange = Annotated[
     range,
@@ -79,9 +80,11 @@ def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[di
     ([[4, 1, 2], [10, 2, 2]], [[11, 2, 2]], [], 14)
     """
     given: dict[str, Ranges] = dict.fromkeys(needs, ())
-    left, pool = {name: need for name, need in needs.items() if need > 0}, list(pool)
+    left = {name: need for name, need in needs.items() if need > 0}
+    pool = list(pool)
     while left:
-        least, turns = min(left.values()), len(left)
+        least = min(left.values())
+        turns = len(left)
         source = pool.pop(0) if pool else range(frontier, frontier + least * turns)
         number = min(len(source), least * turns)
         for place, name in enumerate(islice(list(left), number)):

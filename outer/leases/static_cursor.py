@@ -17,7 +17,8 @@ class StaticCursor:
     """Implements `outer.leases.cursor.Cursor`. The ledgers of a gossip run are empty."""
 
     def __init__(self, config: OuterConfig, index: int, *, joins: bool) -> None:
-        islands, steps = config.start_islands, config.rounds * config.inner_steps
+        islands = config.start_islands
+        steps = config.rounds * config.inner_steps
         has_seat = index < islands and not joins
         first, stride = (index, islands) if has_seat else ((islands + index) * steps, 1)
         self._inner_steps = config.inner_steps

@@ -19,7 +19,8 @@ class LoopbackMessenger:
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, traffic: Traffic | None = None) -> None:
         self.address = f"loopback:{run_id}/{me}"
         self.traffic = traffic or Traffic()
-        self.me, self.island = me, me.island
+        self.me = me
+        self.island = me.island
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, Handler] = {}
@@ -124,7 +125,9 @@ class LoopbackMembership:
     """
 
     def __init__(self, hub: Hub, run_id: str, island: str) -> None:
-        self._hub, self._run_id, self._island = hub, run_id, island
+        self._hub = hub
+        self._run_id = run_id
+        self._island = island
         with hub.lock:
             self._records = hub.records[run_id]
         self._own: Member | None = None
@@ -166,7 +169,8 @@ class LoopbackMembership:
             return self._hub.configs.get(self._run_id)
 
     async def leave(self) -> None:
-        own, self._own = self._own, None
+        own = self._own
+        self._own = None
         if own is None:
             return
         self._known = {name: member for name, member in self._known.items() if name != own.island}

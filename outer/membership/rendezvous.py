@@ -50,7 +50,8 @@ MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
 MAX_NAMES = 8 * MAX_RECORDS  # of islands in the list of all runs, which is one reply
 NAMES_SECONDS = 60.0
 """A rendezvous forgets the owners of a run's names when the run has had no island for this time."""
-NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
+NAMES_PREFIX = "names-"
+NAMES_SUFFIX = ".json"
 UNKNOWN = 1
 """Stands for the last change to the records of an unknown run."""
 HOLD_SECONDS = 1.0
@@ -137,7 +138,9 @@ class RecordServer:
 
     def __init__(self, folder: Path | None = None) -> None:
         """Create a server. `folder` keeps owners of names over restarts. Raises InputError."""
-        self._id, self._folder, self._changes = secrets.token_hex(8), folder, count(UNKNOWN + 1)
+        self._id = secrets.token_hex(8)
+        self._folder = folder
+        self._changes = count(UNKNOWN + 1)
         self._runs = {} if folder is None else {name: self._new_run(name) for name in _remembered_runs(folder)}
         self._changed = ChangeSignal()
         self.handlers: dict[str, Handler] = {
@@ -209,7 +212,8 @@ class RecordServer:
         Raises MessageError if its island has not signed it, if the name is another island's, or if there is no room.
         """
         signed = announcement.record
-        member, run = open_record(announcement.run, signed), self._find_or_create_run(announcement.run)
+        member = open_record(announcement.run, signed)
+        run = self._find_or_create_run(announcement.run)
         self._check_room(run, member.island, len(signed.text))
         is_new = run.check_owner(member.island, member.identity, signed.time)
         if is_new and run.put(member, signed, time.monotonic() + announcement.life_seconds):
@@ -263,7 +267,8 @@ class Rendezvous:
     """A rendezvous that runs in its own thread."""
 
     def __init__(self, loop: EventLoopThread, messenger: StreamMessenger) -> None:
-        self._loop, self._messenger = loop, messenger
+        self._loop = loop
+        self._messenger = messenger
         self.address = f"{SCHEME}{messenger.address}"
         self._is_closed = False
 

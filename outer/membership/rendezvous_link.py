@@ -19,13 +19,15 @@ class RendezvousLink:
     """State of the connection to one rendezvous, and the records from it."""
 
     def __init__(self, address: str, grace_seconds: float) -> None:
-        self.address, self.target = address, address.removeprefix(SCHEME)
+        self.address = address
+        self.target = address.removeprefix(SCHEME)
         self.wake = asyncio.Event()
         self.was_asked = self.has_answered = self.is_up = False
         self.cause = "no answer"
         self.is_announced = False
         """Whether this incarnation has announced itself to the rendezvous."""
-        self.version, self.server = 0, ""
+        self.version = 0
+        self.server = ""
         """Number of the last change that is known here, and the id of the server process that
         sent it."""
         self._members: dict[str, Member] = {}
@@ -55,18 +57,23 @@ class RendezvousLink:
         if was_lost:
             log.info("the rendezvous %s answers again", self.address)
         if was_lost or self.server not in ("", records.server):
-            self._previous, self._trusted_from = self.known(), time.monotonic() + self._grace_seconds
+            self._previous = self.known()
+            self._trusted_from = time.monotonic() + self._grace_seconds
             self.wake.set()
-        self.has_answered, self.is_up, self.server = True, True, records.server
+        self.has_answered = True
+        self.is_up = True
+        self.server = records.server
         changed = {*self._members} if records.is_whole else {*records.records, *records.gone}
         kept = {name: member for name, member in self._members.items() if name not in changed}
-        self._members, self.version = kept | dict(members), records.version
+        self._members = kept | dict(members)
+        self.version = records.version
 
     def on_lost(self, error: TransportError) -> None:
         self.cause = first_line(error)
         if self.is_up:
             log.warning("the rendezvous %s is lost (%s); training continues without it", self.address, self.cause)
-        self.is_up, self.version = False, 0
+        self.is_up = False
+        self.version = 0
 
 
 def is_of_dht(addresses: Sequence[str]) -> bool:

@@ -97,7 +97,10 @@ class TcpMembership:
         record_seconds: float,
         auth: PeerAuth,
     ) -> None:
-        self._messenger, self._run_id, self._record_seconds, self._auth = messenger, run_id, record_seconds, auth
+        self._messenger = messenger
+        self._run_id = run_id
+        self._record_seconds = record_seconds
+        self._auth = auth
         self._newest = 0
         """Time of this island's newest record, in milliseconds."""
         self._links = [RendezvousLink(address, record_seconds) for address in dict.fromkeys(addresses)]
@@ -161,7 +164,8 @@ class TcpMembership:
         return next((text for text in texts if text is not None), self._config)
 
     async def leave(self) -> None:
-        own, self._own = self._own, None
+        own = self._own
+        self._own = None
         for task in self._beating:
             task.cancel()
         self._beating = []
@@ -210,7 +214,8 @@ class TcpMembership:
                 kind = "beat" if link.is_announced else "announce"
                 kept = await receive(Kept, await self._call(link, kind, self._announcement(self._own)))
                 self._newest = max(self._newest, kept.newest)
-                link.is_announced, refusal = True, ""
+                link.is_announced = True
+                refusal = ""
             except MessageError as error:
                 if str(error) != refusal:
                     log.warning("%s refuses this island's record: %s", link.address, error)
@@ -267,9 +272,12 @@ async def find_runs_at_rendezvous(
     reached.
     """
     parse_rendezvous_address(address)
-    open_streams, auth = (dialer or Dialer()).open_streams, PeerAuth(key, names=None)
+    open_streams = (dialer or Dialer()).open_streams
+    auth = PeerAuth(key, names=None)
     messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), open_streams, Traffic(), auth)
-    target, deadline, cause = address.removeprefix(SCHEME), time.monotonic() + connect_seconds, "no answer"
+    target = address.removeprefix(SCHEME)
+    deadline = time.monotonic() + connect_seconds
+    cause = "no answer"
 
     async def ask() -> bytes | None:
         nonlocal cause

@@ -19,7 +19,8 @@ class TextComparison:
         """Create a comparison. `own`: None if this island publishes no fingerprint, in which
         case nothing is compared.
         """
-        self._own, self._told = own, set[str]()
+        self._own = own
+        self._told = set[str]()
 
     def look(self, members: Mapping[str, Member]) -> None:
         """Compare this island's text with the text in the records of others."""

@@ -64,7 +64,8 @@ class RecentLengths:
     """The norms of this island's last pseudo-gradients, which are the same on all of its ranks."""
 
     def __init__(self, ratio: float | None, me: str) -> None:
-        self._ratio, self._me = ratio, me
+        self._ratio = ratio
+        self._me = me
         self._last: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NUM_ROUNDS))
 
     def knows(self, fragment: int, kinds: Collection[str]) -> bool:

@@ -18,7 +18,8 @@ def contributors(parts: Iterable[torch.Tensor], weights: Sequence[float], last: 
     element that one of eight islands has sent would be eight times smaller.
     """
     weighted, shares = drop_weightless(parts, weights)
-    total, weight = WeightedSum(weighted[0].numel()), WeightedSum(weighted[0].numel())
+    total = WeightedSum(weighted[0].numel())
+    weight = WeightedSum(weighted[0].numel())
     for values, share in zip(weighted, shares, strict=True):
         total.add(values, share)
         weight.add((values != 0).to(torch.float32), share)

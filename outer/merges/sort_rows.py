@@ -30,7 +30,8 @@ def coordinate_median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the median of every coordinate, 1-D fp32. For an even number of parts it is the
     mean of the two middle values.
     """
-    lower, upper = (len(parts) - 1) // 2, len(parts) // 2
+    lower = (len(parts) - 1) // 2
+    upper = len(parts) // 2
     result = torch.empty_like(parts[0])
     for chunk in chunks(result.numel()):
         rows = sort_rows([values[chunk] for values in parts])
@@ -54,11 +55,15 @@ def comparators(num_rows: int) -> tuple[tuple[int, int], ...]:
     top = 1 << max((num_rows - 1).bit_length() - 1, 0)
     step = top
     while step:
-        distance, wanted, span = step, 0, top
+        distance = step
+        wanted = 0
+        span = top
         while True:
             found += [(i, i + distance) for i in range(num_rows - distance) if i & step == wanted]
             if span == step:
                 break
-            distance, wanted, span = span - step, step, span // 2
+            distance = span - step
+            wanted = step
+            span = span // 2
         step //= 2
     return tuple(found)

@@ -49,8 +49,10 @@ def trimmed_mean(
 
 def _average_inner(rows: list[torch.Tensor], shares: list[float], cut: int) -> torch.Tensor:
     ordered = sort_rows(rows)
-    low, high = ordered[cut], ordered[-1 - cut]
-    total, weight = torch.zeros_like(low), torch.zeros_like(low)
+    low = ordered[cut]
+    high = ordered[-1 - cut]
+    total = torch.zeros_like(low)
+    weight = torch.zeros_like(low)
     for values, share in zip(rows, shares, strict=True):
         weights = ((values >= low) & (values <= high)) * share
         total.add_(values * weights)

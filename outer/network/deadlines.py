@@ -78,7 +78,8 @@ class Deadlines:
 
 
 def _find_limit(kind: str, measured: tuple[float, ...]) -> float:
-    middle, floor = median(measured), FLOORS.get(kind, DEFAULT_FLOOR_SECONDS)
+    middle = median(measured)
+    floor = FLOORS.get(kind, DEFAULT_FLOOR_SECONDS)
     deviation = median(abs(m - middle) for m in measured)
     limit = min(middle + max(floor, SPREAD * deviation), MAX_GROWTH * max(measured) + floor)
     return min(limit, MAX_SECONDS.get(kind, limit))

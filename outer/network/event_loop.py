@@ -82,7 +82,9 @@ class EventLoopThread(EventLoop):
     def __init__(self, slowness: float = 1.0) -> None:
         self._slowness = slowness
         self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
-        self._lock, self._is_closed, self._has_executor = threading.Lock(), False, False
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._has_executor = False
         self._thread = threading.Thread(target=self._live, name="outer-loop", daemon=True)
         self._thread.start()
 
@@ -283,7 +285,8 @@ class WaitingThreads:
         """End the idle threads now, and the busy ones when their work is done."""
         with self._lock:
             self._is_closed = True
-            num_idle, self._num_idle = self._num_idle, 0
+            num_idle = self._num_idle
+            self._num_idle = 0
         for _ in range(num_idle):
             self._work.put(None)
 

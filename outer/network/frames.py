@@ -104,12 +104,19 @@ class FrameStream:
     ) -> None:
         name = writer.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else "this machine"
-        self.run, self.peer_ids, self.certificate, self.peer_key = run, peer_ids, "", ""
-        self._reader, self._writer, self._traffic = reader, writer, traffic
+        self.run = run
+        self.peer_ids = peer_ids
+        self.certificate = ""
+        self.peer_key = ""
+        self._reader = reader
+        self._writer = writer
+        self._traffic = traffic
         self._sent_macs: FrameMacs | None = None
         self._received_macs: FrameMacs | None = None
         self._write_lock = asyncio.Lock()
-        self._is_closed, self.heard_at = False, loop_time()  # when bytes last arrived
+        # when bytes last arrived
+        self._is_closed = False
+        self.heard_at = loop_time()
         # With 0, a drain waits until the kernel has taken everything, so that a payload's buffer
         # may be reused.
         writer.transport.set_write_buffer_limits(high=0)
@@ -205,7 +212,8 @@ class FrameStream:
         """Add MACs to all further frames that are sent, and check the MACs of all further frames
         that are received.
         """
-        self._sent_macs, self._received_macs = sent, received
+        self._sent_macs = sent
+        self._received_macs = received
 
     async def _read_whole(self, num_bytes: int, where: str = "") -> bytes:
         try:

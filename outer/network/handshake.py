@@ -219,7 +219,8 @@ class HandshakeKeys:
     """Proofs and frame keys of one stream. Only its two ends can compute them."""
 
     def __init__(self, handshake: Handshake, secret: bytes) -> None:
-        self.handshake, self._secret = handshake, secret
+        self.handshake = handshake
+        self._secret = secret
         self._transcript = handshake.transcript
 
     def prove(self, side: HandshakeSide, auth: PeerAuth) -> Proof:
@@ -229,7 +230,8 @@ class HandshakeKeys:
 
     def check(self, side: HandshakeSide, proof: Proof) -> None:
         """Raise MessageError unless `proof` is a valid proof of this side."""
-        name, key = self.handshake.name_of(side), self.handshake.key_of(side)
+        name = self.handshake.name_of(side)
+        key = self.handshake.key_of(side)
         if not hmac.compare_digest(proof.mac, self._mac(side)):
             raise RefusedError("key", f"{name} does not hold the run key that this island holds: {KEY_CURE}")
         if not verify(key, f"handshake of the {side}", self._transcript, bytes.fromhex(proof.signature)):
@@ -248,7 +250,8 @@ class HandshakeKeys:
 
 
 def _build_hello(me: Endpoint, auth: PeerAuth, exchange: X25519PrivateKey, group: str = "") -> Hello:
-    share, has_run_key = exchange.public_key().public_bytes_raw().hex(), auth.key is not None
+    share = exchange.public_key().public_bytes_raw().hex()
+    has_run_key = auth.key is not None
     return Hello(island=me.island, group=group, key=auth.island.public, share=share, has_run_key=has_run_key)
 
 

@@ -21,7 +21,10 @@ class Outgoing:
     """A connection to a callee, with the calls that await a reply."""
 
     def __init__(self, address: str, callee: Endpoint, stream: FrameStream, auth: PeerAuth) -> None:
-        self._address, self._callee, self.stream, self._auth = address, callee, stream, auth
+        self._address = address
+        self._callee = callee
+        self.stream = stream
+        self._auth = auth
         self._longest = 0  # the longest reply that a call on this connection has allowed
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}

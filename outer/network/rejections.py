@@ -21,15 +21,19 @@ MAX_PEER_LENGTH = 160
 MAX_TEXT_LENGTH = 400
 OTHERS = "(others)"
 
-MAX_CONNECTIONS, MAX_CONNECTIONS_OF_PEER = 4096, 512
+MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS_OF_PEER = 512
 """Limits for incoming connections: of all peers, and of one peer (one island at one host)."""
-MAX_UNPROVEN, MAX_UNPROVEN_OF_HOST = 512, 128
+MAX_UNPROVEN = 512
+MAX_UNPROVEN_OF_HOST = 128
 """Limits for connections that have not proved an identity yet: of all hosts, and of one host,
 from which an island of many ranks may dial. Beyond them the oldest such connection is closed: a
 handshake is short, and a stranger must not keep islands out."""
-MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER = 1 << 28, 1 << 25
+MAX_HELD_BYTES = 1 << 28
+MAX_HELD_BYTES_OF_PEER = 1 << 25
 """Limits for the bodies of calls that are being read or answered. Beyond them a connection is not read further."""
-MAX_REPLIES, MAX_REPLIES_OF_PEER = 1 << 28, 1 << 26
+MAX_REPLIES = 1 << 28
+MAX_REPLIES_OF_PEER = 1 << 26
 """Limits for the bytes of replies that have not been sent yet. Beyond them calls with long
 replies wait."""
 SHORT_BYTES = 1 << 16
@@ -37,7 +41,8 @@ SHORT_BYTES = 1 << 16
 BODY_SECONDS = 120.0
 """Longest wait until the body of a call may be read, and also the longest time for it to arrive."""
 
-MAX_MALFORMED, SUSPENDED_SECONDS = 3, 600.0
+MAX_MALFORMED = 3
+SUSPENDED_SECONDS = 600.0
 """When the holder of a key has sent MAX_MALFORMED malformed messages within SUSPENDED_SECONDS,
 it is refused for SUSPENDED_SECONDS."""
 
@@ -67,7 +72,8 @@ class Suspensions:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lock, self._clock = threading.Lock(), clock
+        self._lock = threading.Lock()
+        self._clock = clock
         self._seen: dict[str, list[float]] = {}
         """Times of the last malformed messages, by key, with the key of the latest message at
         the end."""
@@ -102,7 +108,8 @@ class Rejections:
 
     def add(self, peer: str, kind: str, text: str) -> None:
         """Count one rejection, and log the 1st, 10th, 100th ... rejection of each peer and kind."""
-        peer, text = printable(peer, MAX_PEER_LENGTH), printable(text, MAX_TEXT_LENGTH)
+        peer = printable(peer, MAX_PEER_LENGTH)
+        text = printable(text, MAX_TEXT_LENGTH)
         with self._lock:
             entry = (peer, kind)
             if entry not in self._counts and len(self._counts) >= MAX_ENTRIES:
@@ -119,7 +126,8 @@ class Rejections:
     def drain(self) -> list[Rejection]:
         """Return the rejections since the last call, one entry per peer and kind."""
         with self._lock:
-            new, self._new = self._new, {}
+            new = self._new
+            self._new = {}
         return [(peer, kind, text, count) for (peer, kind), (text, count) in new.items()]
 
 
@@ -181,7 +189,8 @@ class Guest:
     """One incoming connection. `leave` ends it."""
 
     def __init__(self, guests: Guests, host: str) -> None:
-        self._guests, self.host = guests, host
+        self._guests = guests
+        self.host = host
         self._peer: str | None = None
 
     def prove(self, island: str) -> None:
@@ -244,7 +253,9 @@ class Share:
     """The memory of one body or reply, counted from before it exists until it is released."""
 
     def __init__(self, held: _Held, peer: str) -> None:
-        self._held, self._peer, self._num_bytes = held, peer, 0
+        self._held = held
+        self._peer = peer
+        self._num_bytes = 0
 
     async def hold(self, num_bytes: int) -> None:
         """Wait until `num_bytes` more may be held for the peer, and count them. Raises

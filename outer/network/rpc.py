@@ -62,14 +62,19 @@ class StreamMessenger:
         broke the connection."""
         self.max_body_bytes = MAX_CALL_BYTES
         """Limit for an incoming call. A longer one ends its connection before it is read."""
-        self._run, self._me, self._dial, self.traffic = hash_names(run_id, "control"), me, dial, traffic
+        self._run = hash_names(run_id, "control")
+        self._me = me
+        self._dial = dial
+        self.traffic = traffic
         self._handlers: dict[str, Handler] = {}
         self._long_replies: dict[str, int] = {}
         """Size of the longest reply so far, by kind of call. Only replies above SHORT_BYTES are
         counted."""
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
-        self._guests, self._tasks, self._is_closed = Guests(), Tasks(), False
+        self._guests = Guests()
+        self._tasks = Tasks()
+        self._is_closed = False
 
     def serve(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
@@ -79,7 +84,8 @@ class StreamMessenger:
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        began, longest = loop_time(), longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
+        began = loop_time()
+        longest = longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await (await self._connection(address, lane)).call(kind, body, longest)

@@ -142,7 +142,8 @@ class FrameMacs:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
+        self._key = key
+        self._number = 0
 
     def begin(self) -> hashlib.blake2b:
         """Begin the next frame's MAC. Update it with the header and the payload; its digest has

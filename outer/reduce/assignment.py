@@ -56,7 +56,8 @@ def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
     if num_islands <= 2 or 0 in rates:
         return [Fraction(1, num_islands)] * num_islands
     time = max(Fraction(2 * num_islands - 2, sum(rates)), Fraction(1, min(rates)))
-    shares, rest = [Fraction(0)] * num_islands, Fraction(1)
+    shares = [Fraction(0)] * num_islands
+    rest = Fraction(1)
     for place, index in enumerate(sorted(range(num_islands), key=lambda index: rates[index])):
         shares[index] = min((time * rates[index] - 1) / (num_islands - 2), rest / (num_islands - place))
         rest -= shares[index]

@@ -41,7 +41,10 @@ class Attempts:
         """Create the attempts of a rank. `auditor` audits some of the means that have arrived;
         None if there are no audits.
         """
-        self._transport, self.reducer, self._deadlines, self._auditor = transport, reducer, deadlines, auditor
+        self._transport = transport
+        self.reducer = reducer
+        self._deadlines = deadlines
+        self._auditor = auditor
         self.num_audited = 0
         """Number of parts that this rank audited in the last attempt."""
         self.epoch = ""
@@ -72,7 +75,8 @@ class Attempts:
         """Return the means of this rank's parts, like `Reducer.run`. Raises OuterError after
         dropping everything in flight.
         """
-        limit, self.num_audited = self._deadlines.limit("reduce"), 0
+        limit = self._deadlines.limit("reduce")
+        self.num_audited = 0
         self._no_votes = {plan.id: self._no_votes.get(plan.id, {})}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads, digest_after))
         no_vote = asyncio.create_task(self._wait_for_no_vote(plan))
@@ -91,7 +95,8 @@ class Attempts:
         await self._disconnect()
         if is_done and error is not None:
             raise error
-        stalled_by, cause = self._find_stalled_by(), self.find_no_vote(plan)
+        stalled_by = self._find_stalled_by()
+        cause = self.find_no_vote(plan)
         if stalled_by is not None and cause is None:
             island, of_means = stalled_by
             raise StalledError(island, limit, of_means=of_means)
@@ -136,7 +141,8 @@ class Attempts:
         return b"heard"
 
     async def _disconnect(self) -> None:
-        self.epoch, self._members = "", ()
+        self.epoch = ""
+        self._members = ()
         await self._transport.disconnect()
 
     async def _connect_and_reduce(
@@ -149,7 +155,8 @@ class Attempts:
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
             await self._transport.connect(plan.id, find_partners(plan, self.reducer.me))
-            self.epoch, self._members = plan.id, members
+            self.epoch = plan.id
+            self._members = members
         started = loop_time()
         means = await self.reducer.run(plan, pseudo_grads, digest_after)
         self._seconds = loop_time() - started
@@ -181,9 +188,11 @@ def find_partners(plan: Plan, me: Endpoint) -> dict[Endpoint, str]:
     rank of each island. All endpoints in the result compute the same result, because all have the
     same plan.
     """
-    names, carriers = plan.names, [unpack_carriers(each.carriers) for each in plan.participants]
+    names = plan.names
+    carriers = [unpack_carriers(each.carriers) for each in plan.participants]
     sharing = {frozenset(map(Endpoint, names, ranks)) for ranks in zip(*carriers, strict=True)}
-    found, before = {me}, 0
+    found = {me}
+    before = 0
     while len(found) > before:
         before = len(found)
         found.update(*(endpoints for endpoints in sharing if not found.isdisjoint(endpoints)))

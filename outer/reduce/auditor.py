@@ -77,7 +77,8 @@ class Auditor:
         Raises AuditError, which names a reducer, or another TransportError.
         """
         self.awaited = Counter()
-        chosen, gate = self.choose(plan, means), asyncio.Semaphore(AUDITS_AT_ONCE)
+        chosen = self.choose(plan, means)
+        gate = asyncio.Semaphore(AUDITS_AT_ONCE)
         reducer_of = Assignment(plan).reducer_of
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -148,7 +149,8 @@ class _Case:
         """Raise AuditError unless the statement is about the mean that was sent, and about
         payloads that contributors signed.
         """
-        commitments, contributors = self.auditor.commitments, [p.island for p in self.plan.contributors]
+        commitments = self.auditor.commitments
+        contributors = [p.island for p in self.plan.contributors]
         is_about = (statement.plan, statement.part, len(statement.payloads))
         if is_about != (self.plan.id, self.part, len(contributors)):
             raise MessageError("its statement is about another part, plan or number of payloads")
@@ -157,7 +159,8 @@ class _Case:
         if statement.mean != digest_of(self.mean):
             raise self._wrong("is not the one in its statement")
         for name, each in zip(contributors, statement.payloads, strict=True):
-            public, signature = commitments.key_of(name), bytes.fromhex(each.signature)
+            public = commitments.key_of(name)
+            signature = bytes.fromhex(each.signature)
             if not is_payload_signed(public, self.plan, self.part, each.digest, signature):
                 raise self._wrong(f"includes a payload that island {name!r} has not sent")
 
@@ -175,7 +178,8 @@ class _Case:
 
     def _recompute(self, shown: list[torch.Tensor]) -> torch.Tensor:
         """Return the encoded mean, computed in the same way as by its reducer."""
-        auditor, plan = self.auditor, self.plan
+        auditor = self.auditor
+        plan = self.plan
         # Rules and filters that remember earlier rounds cannot be combined with audits
         # (outer/config/outer.py).
         filters = OutlierFilters(auditor.config).begin(plan.round, plan.names)

@@ -51,7 +51,8 @@ class OutlierFilters:
         for part in parts:
             self.histories.pop(part, None)
         self.histories |= self._pending
-        self._pending, self._next_round = {}, round_number + 1
+        self._pending = {}
+        self._next_round = round_number + 1
 
     def clear(self) -> None:
         """Forget all histories, because the island has taken another history of rounds."""
@@ -59,7 +60,8 @@ class OutlierFilters:
 
     def load(self, histories: Mapping[int, Histories], next_round: int) -> None:
         """Continue with histories that were saved before round `next_round`."""
-        self.histories, self._next_round = dict(histories), next_round
+        self.histories = dict(histories)
+        self._next_round = next_round
 
 
 @dataclass(frozen=True)

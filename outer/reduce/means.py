@@ -29,7 +29,8 @@ def encode_mean_of(
     `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
     committed mean of the part, if a rule needs it. Raises PoisonError.
     """
-    names, tokens = [p.island for p in plan.contributors], [p.weight for p in plan.contributors]
+    names = [p.island for p in plan.contributors]
+    tokens = [p.weight for p in plan.contributors]
     # Values are decoded one part at a time. A merge rule that needs all parts at once collects them
     # itself.
     values = (payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True))
@@ -42,7 +43,8 @@ def encode_mean_of(
         is_outlier = filters.find_outliers(part, names, parts, weights_of(tokens), last)
         filtered = list(compress(names, is_outlier))
         is_kept = [not is_out for is_out in is_outlier]
-        values, tokens = compress(parts, is_kept), list(compress(tokens, is_kept))
+        values = compress(parts, is_kept)
+        tokens = list(compress(tokens, is_kept))
     mean = merge(values, weights_of(tokens), last)
     if filters.bound is not None:
         payloads.refuse_too_long(part, {k: v for k, v in lengths.items() if k not in filtered}, filters.bound)

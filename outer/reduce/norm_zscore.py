@@ -46,7 +46,8 @@ def update_history(history: History | None, norm: float) -> History:
     if history is None:
         return History(count=1.0, mean=norm)
     mean, variance = _update(history.mean, history.variance, norm)
-    z_mean, z_variance = history.z_mean, history.z_variance
+    z_mean = history.z_mean
+    z_variance = history.z_variance
     if history.count >= WARM_UP:
         z_mean, z_variance = _update(z_mean, z_variance, z_score(history, norm))
     return History(history.count + 1, mean, variance, z_mean, z_variance)

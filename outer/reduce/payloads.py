@@ -32,7 +32,8 @@ class Payloads:
     """The payloads of one rank. `part` is the index of a part in the canonical space."""
 
     def __init__(self, codecs: CodecChoice, space: Space) -> None:
-        self._codecs, self._space = codecs, space
+        self._codecs = codecs
+        self._space = space
         decay = codecs.feedback
         self.feedbacks = [] if decay is None else [ErrorFeedback(decay), ErrorFeedback(decay)]
         """Error feedback of this rank's pseudo-gradients, and of the means that it encodes;
@@ -134,7 +135,8 @@ class Payloads:
     def _describe(self, part: int) -> str:
         """Return the names of the first and the last parameter in the part."""
         bounds = self._space.parts[part]
-        first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
+        first = self._space.name_at(bounds.start)
+        last = self._space.name_at(bounds.stop - 1)
         return f"{first!r}" if first == last else f"{first!r} to {last!r}"
 
     def _name(self, part: int, index: int) -> str:

@@ -73,7 +73,8 @@ class Reducer:
         kept: KeptPayloads | None = None,
     ) -> None:
         """Create a reducer. `kept` keeps payloads that other islands may audit; None if there are no audits."""
-        self.me, self.payloads = me, Payloads(codecs, space)
+        self.me = me
+        self.payloads = Payloads(codecs, space)
         self.feedbacks = self.payloads.feedbacks
         transport.max_payload_bytes = self.payloads.longest + (0 if kept is None else SIGNATURE_BYTES)
         self.filters = OutlierFilters(config)
@@ -143,7 +144,8 @@ class Reducer:
         attempt = _Attempt(self._rank, plan, last, self.filters.begin(plan.round, plan.names), digest_after)
         for feedback in self.feedbacks:
             feedback.drop()
-        self.filtered, self._awaited = attempt.filtered, attempt.awaited
+        self.filtered = attempt.filtered
+        self._awaited = attempt.awaited
         if self._rank.kept is not None:
             self._rank.kept.begin(plan)
         self._rank.hooks.reached("send", plan.round)
@@ -175,12 +177,20 @@ class _Attempt:
         digest_after: DigestAfter | None,
     ) -> None:
         self._digest_after = digest_after
-        self._transport, self._payloads, self._space, self._me = rank.transport, rank.payloads, rank.space, rank.me
-        self._hooks, self._kept, self._plan, self._last, self._filters = rank.hooks, rank.kept, plan, last, filters
+        self._transport = rank.transport
+        self._payloads = rank.payloads
+        self._space = rank.space
+        self._me = rank.me
+        self._hooks = rank.hooks
+        self._kept = rank.kept
+        self._plan = plan
+        self._last = last
+        self._filters = filters
         self.filtered: Counter[str] = Counter()
         self.awaited: Counter[tuple[Leg, str]] = Counter()
         self._reached: set[Phase] = set()
-        self._merge, self._assignment = build_merge(rank.config), Assignment(plan)
+        self._merge = build_merge(rank.config)
+        self._assignment = Assignment(plan)
         self._contributors = [p.island for p in plan.contributors]
         self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
@@ -189,7 +199,8 @@ class _Attempt:
     @property
     def own_parts(self) -> list[int]:
         """Return the parts of this round that this rank carries."""
-        carriers, groups = self._carriers[self._me.island], self._space.part_groups_in(self._plan.round)
+        carriers = self._carriers[self._me.island]
+        groups = self._space.part_groups_in(self._plan.round)
         return sorted(i for group in groups for i in self._space.parts_in[group] if carriers[i] == self._me.rank)
 
     async def reduce(self, part: int, pseudo_grad: torch.Tensor | None) -> Mean:
@@ -254,7 +265,8 @@ class _Attempt:
         return encode_mean_of(part, encoded, self._plan, self._payloads, self._merge, self._filters, last)
 
     def _decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
-        mean, find = self._payloads.decode_mean(part, payload, reducer), self._digest_after
+        mean = self._payloads.decode_mean(part, payload, reducer)
+        find = self._digest_after
         return replace(mean, digest_after=find and find(part, mean.values, len(self._contributors)))
 
     def _encode_own(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:

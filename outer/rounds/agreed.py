@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 100
 """Aborted attempts at one round after which two islands give up. Among more islands, some are
 left out instead."""
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
+FIRST_PAUSE_SECONDS = 0.05
+MAX_PAUSE_SECONDS = 2.0
 """Pause before another attempt after several have failed. It doubles with each attempt, up to
 MAX_PAUSE_SECONDS."""
 RESUME_SECONDS = 60.0
@@ -66,9 +67,13 @@ class AgreedAverager:
     def __init__(
         self, runner: RoundRunner, catch_up: CatchUp, incarnation: str, start_islands: int, settings: LoopSettings
     ) -> None:
-        self.runner, self.hooks = runner, runner.hooks
-        self._catch_up, self._incarnation, self._start_islands = catch_up, incarnation, start_islands
-        self._joins, self._on_abort = settings.joins, settings.on_abort
+        self.runner = runner
+        self.hooks = runner.hooks
+        self._catch_up = catch_up
+        self._incarnation = incarnation
+        self._start_islands = start_islands
+        self._joins = settings.joins
+        self._on_abort = settings.on_abort
         self._has_entered_late = False
         self._causes: list[str] = []
         """Reasons why the state of other islands could not be taken."""
@@ -185,10 +190,13 @@ class AgreedAverager:
         discarded, so it waits for all. It does not wait if it takes a state that was committed
         after the others started, because the run is already going on.
         """
-        deadline, has_taken, is_going_on = self.event_loop.time() + RESUME_SECONDS, False, False
+        deadline = self.event_loop.time() + RESUME_SECONDS
+        has_taken = False
+        is_going_on = False
         while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
             if (taken := self._take_state()) is not None:
-                is_going_on, has_taken = bool(taken.description.included), True
+                is_going_on = bool(taken.description.included)
+                has_taken = True
             self.announce()
         if self._joins and self.runner.replica.ranks.on_leader(lambda: self._leader.is_alone):
             raise OuterError(NOBODY_TO_JOIN)
@@ -231,7 +239,8 @@ def build_agreed_averager(
     settings: LoopSettings,
 ) -> AgreedAverager:
     """Build the averager of one rank. Every rank of the island calls it together."""
-    ranks, hooks = replica.ranks, settings.hooks
+    ranks = replica.ranks
+    hooks = settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
     attempts = build_attempts(config, replica.codecs, me, replica.space, network, pace.deadlines, hooks)
@@ -279,7 +288,8 @@ def _build_download(
     """Build a download of the parts that this rank carries. Parts that have arrived are kept in
     `settings.cache_dir`.
     """
-    space, cache = replica.space, None
+    space = replica.space
+    cache = None
     if settings.cache_dir is not None:
         folder = settings.cache_dir / f"rank-{replica.ranks.rank}"
         cache = PartsCache(folder, space.fingerprint, config_hash)
@@ -301,8 +311,10 @@ def _build_driver(
     rules = build_rules(config, len(replica.space.parts), settings.max_tokens)
     refusals = partial(_find_refusals, replica, island, settings.index, config.start_islands)
     rules = replace(rules, find_refusals=refusals)
-    start, claims = build_status(replica, is_coming=False), Claims(Witnesses(network.signer))
-    protocol, on_no = RoundProtocol(Knowledge(island, rules, start, claims)), attempts.record_no_vote
+    start = build_status(replica, is_coming=False)
+    claims = Claims(Witnesses(network.signer))
+    protocol = RoundProtocol(Knowledge(island, rules, start, claims))
+    on_no = attempts.record_no_vote
     tell = {"on_wait": settings.on_wait, "on_lost": settings.on_lost}
     return ProtocolDriver(protocol, peers, on_no=on_no, **tell, rejections=network.rejections)
 

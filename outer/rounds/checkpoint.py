@@ -36,7 +36,10 @@ from outer.state.earlier import EarlierState
 from outer.state.part_state import MAX_GIVEN, PartState, Position
 from outer.state.replica import Replica
 
-PARAMS, MOMENTUM, LAST_MEAN, PUSHES = "outer/params/", "outer/momentum/", "outer/last_mean/", "outer/pushes/"
+PARAMS = "outer/params/"
+MOMENTUM = "outer/momentum/"
+LAST_MEAN = "outer/last_mean/"
+PUSHES = "outer/pushes/"
 RESIDUALS = "outer/residual/", "outer/mean_residual/"
 NORMS = re.compile(rf"outer/norms/(\d{{1,9}})/({ISLAND_NAME})")
 

@@ -88,7 +88,9 @@ class IslandReduce:
         """
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
-        means, failure, squares = {}, None, dict[str, float]()
+        means = {}
+        failure = None
+        squares = dict[str, float]()
         self._begin(plan, pseudo_grads)
         products: dict[int, tuple[float, float]] = {}
 
@@ -112,7 +114,8 @@ class IslandReduce:
         found = replace(self._outcome(failure), squares=squares, products=total, longest=longest)
         outcomes = ranks.gather(found)
         own = lengths_of([outcome.squares for outcome in outcomes])
-        norm, self._own = own.get("params", 0.0), (self._own[0], self._scale(plan, own))
+        norm = own.get("params", 0.0)
+        self._own = (self._own[0], self._scale(plan, own))
         num_audited = sum(outcome.num_audited for outcome in outcomes)
         if all(outcome.cause is None for outcome in outcomes):
             mean_norm, cosine = compare_with_mean(norm, [outcome.products for outcome in outcomes])
@@ -146,7 +149,9 @@ class IslandReduce:
         """Set the bound above which reducers refuse payloads in this attempt. Every rank calls
         it together.
         """
-        replica, fragment, own = self.replica, self.replica.space.fragment_of(plan.round), dict[str, float]()
+        replica = self.replica
+        fragment = self.replica.space.fragment_of(plan.round)
+        own = dict[str, float]()
         kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
         if not self.recent.knows(fragment, kinds):
             own = self._scale(plan, lengths_of(replica.ranks.background.gather(replica.squares(pseudo_grads))))
@@ -166,8 +171,10 @@ class IslandReduce:
 
         `longest`: the squared norm of the longest part of the mean, and the index of that part.
         """
-        contributors, limit = [p.island for p in plan.contributors], self.recent.bound(*self._own).limit("params")
-        length, part = longest[0] ** 0.5, longest[1]
+        contributors = [p.island for p in plan.contributors]
+        limit = self.recent.bound(*self._own).limit("params")
+        length = longest[0] ** 0.5
+        part = longest[1]
         if mean_norm <= limit or contributors == [self.island]:
             return None
         cause = (
@@ -218,7 +225,8 @@ class IslandReduce:
         self.event_loop.run(self.attempts.drop())
 
     def _outcome(self, failure: OuterError | None) -> "_Outcome":
-        cause, num_audited = None if failure is None else str(failure), self.attempts.num_audited
+        cause = None if failure is None else str(failure)
+        num_audited = self.attempts.num_audited
         if isinstance(failure, AuditError):
             return _Outcome(num_audited, cause, failure.peer, is_audit=True, is_wrong_mean=failure.is_wrong)
         if isinstance(failure, StalledError):

@@ -74,7 +74,8 @@ class Leader:
         commit contains.
         """
         replica = self.replica
-        carriers, fingerprint = replica.redistribution.carriers, replica.space.fingerprint
+        carriers = replica.redistribution.carriers
+        fingerprint = replica.space.fingerprint
         self.donor.describe(replica.digest, carriers, fingerprint, included, self.proof)
 
     @property
@@ -97,7 +98,8 @@ class Leader:
         `first_unit`: where the lease of an observer begins; a contributor's follows from the
         snapshot. `earlier`: digest of the parts of the state to which this island would go back.
         """
-        status, units = build_status(self.replica, is_coming=True), () if snapshot is None else snapshot.units
+        status = build_status(self.replica, is_coming=True)
+        units = () if snapshot is None else snapshot.units
         if snapshot is not None:
             first_unit = units[0][0] if units else 0
         return Ready(
@@ -216,7 +218,8 @@ class Leader:
         """Send a goodbye, `steps` inner steps into the round. Islands that miss it will find
         this one lost instead.
         """
-        me, incarnation = self.identity.island, self.identity.incarnation
+        me = self.identity.island
+        incarnation = self.identity.incarnation
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
         self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
@@ -236,7 +239,8 @@ class Leader:
         Islands without a state do not count: they may need a long time to get one.
         """
         knowledge = self.driver.protocol.knowledge
-        mine, others = knowledge.status, knowledge.live.values()
+        mine = knowledge.status
+        others = knowledge.live.values()
         return any(s.round > 0 and (s.rank < mine.rank or not s.is_coming) for s in others)
 
     @property

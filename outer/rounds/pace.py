@@ -23,7 +23,10 @@ class Pace:
         self, config: OuterConfig, island: str, deadlines: Deadlines, now: Callable[[], float] = time.monotonic
     ) -> None:
         """Create the pace. `now`: the clock of timed rounds, in seconds."""
-        self._config, self._island, self.deadlines, self._now = config, island, deadlines, now
+        self._config = config
+        self._island = island
+        self.deadlines = deadlines
+        self._now = now
         self.num_steps = 0
         """Number of inner steps made by this process."""
         self._step_times: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -82,7 +85,8 @@ class Pace:
         self._step_seconds = {p.island: p.step_seconds for p in plan.participants}
         if self._committed_at is not None:
             self.deadlines.observe("round", now - self._committed_at, self._num_freezes)
-        self._committed_at, self._num_freezes = now, self.deadlines.num_freezes
+        self._committed_at = now
+        self._num_freezes = self.deadlines.num_freezes
 
     def interrupt(self) -> None:
         """Forget the time of the last commit: this island has taken a state, so its next round

@@ -55,9 +55,14 @@ class QuorumRounds:
         """Create the rounds. `catch_up` takes the surviving state, given the tokens of this
         island's progress; it returns None if this island has that state.
         """
-        self._averager, self._pending, self._schedule = averager, pending, schedule
-        self._replica, self._pace = averager.runner.replica, averager.runner.pace
-        self._total_tokens, self._catch_up, self._worker = total_tokens, catch_up, worker
+        self._averager = averager
+        self._pending = pending
+        self._schedule = schedule
+        self._replica = averager.runner.replica
+        self._pace = averager.runner.pace
+        self._total_tokens = total_tokens
+        self._catch_up = catch_up
+        self._worker = worker
         self._reset(self._replica.position)
         self.begin_progress()
 
@@ -68,7 +73,8 @@ class QuorumRounds:
 
     def begin_progress(self, num_steps: int = 0) -> None:
         """Record that the progress to be contributed next began `num_steps` inner steps ago."""
-        made, schedule = self._pace.num_steps - num_steps, self._schedule
+        made = self._pace.num_steps - num_steps
+        schedule = self._schedule
         self._gave_at = made
         # Each fragment is treated as if it had been contributed in its turn before.
         self._fragment_given_at = [made + schedule.end(f) - schedule.inner_steps for f in range(schedule.fragments)]
@@ -109,7 +115,8 @@ class QuorumRounds:
         Raises like `land`.
         """
         now = self._averager.event_loop.time
-        started, wanted = now(), self._num_landed + 1
+        started = now()
+        wanted = self._num_landed + 1
         snapshot = self._pending.snapshot(self.position.round, tokens)
         self._holds = holds
         self._contribution.put(snapshot)
@@ -145,11 +152,14 @@ class QuorumRounds:
         self._has_ended = self._holds = False
 
     def _start_rounds(self) -> None:
-        self._error, self._has_ended = None, False
+        self._error = None
+        self._has_ended = False
         self._work = self._worker.start(self._run)
 
     def _is_due(self) -> bool:
-        pace, schedule, number = self._pace, self._schedule, self.position.round
+        pace = self._pace
+        schedule = self._schedule
+        number = self.position.round
         since_any = pace.num_steps - self._gave_at
         since_fragment = pace.num_steps - self._fragment_given_at[number % schedule.fragments]
         # Without the second condition an island that contributes to every n-th round could always
@@ -202,7 +212,8 @@ class QuorumRounds:
 
     def _settle(self, committed: CommittedRound, given: Snapshot | None) -> CommittedRound:
         """Update the pending progress after a round; local params follow in `_land`."""
-        pending, self.position = self._pending, committed.position
+        pending = self._pending
+        self.position = committed.position
         if committed.is_given:
             assert given is not None, "an island that contributes waits for the round"
             pending.settle(given, self.position)
@@ -232,7 +243,8 @@ class QuorumRounds:
     # -- on the rounds thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        replica, me = self._replica, self._averager.runner.island
+        replica = self._replica
+        me = self._averager.runner.island
         try:
             while not self._is_last(replica.position):
                 fragment = replica.space.fragment_of(replica.position.round)

@@ -58,7 +58,8 @@ class RoundRunner:
         plan = self._plan(contribution)
         if plan.earlier is not None:
             return self._go_back(plan, plan.earlier, contribution, started)
-        planned, num_freezes = self._now(), self.pace.deadlines.num_freezes
+        planned = self._now()
+        num_freezes = self.pace.deadlines.num_freezes
         snapshot = self._find_contribution(plan, contribution)
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
         reduced = self._now()
@@ -132,7 +133,8 @@ class RoundRunner:
 
     def _build_ready(self, contribution: Contribution) -> Ready:
         position = self.replica.position
-        snapshot, first_unit = contribution.find(position.round), self.cursor.first_unit(position.ledger)
+        snapshot = contribution.find(position.round)
+        first_unit = self.cursor.first_unit(position.ledger)
         epoch = self.reduce.attempts.offered_epoch
         earlier = None if contribution.earlier is None else contribution.earlier.digest
         return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds, earlier)

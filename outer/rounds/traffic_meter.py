@@ -10,7 +10,8 @@ class TrafficMeter:
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic) -> None:
-        self._ranks, self._traffic = ranks, traffic
+        self._ranks = ranks
+        self._traffic = traffic
         self._counted = 0, 0
 
     def count(self) -> tuple[int, int]:
@@ -18,5 +19,6 @@ class TrafficMeter:
         before a round begins.
         """
         counts = self._ranks.gather((self._traffic.bytes_sent, self._traffic.bytes_received))
-        before, self._counted = self._counted, (sum(sent for sent, _ in counts), sum(got for _, got in counts))
+        before = self._counted
+        self._counted = (sum(sent for sent, _ in counts), sum(got for _, got in counts))
         return self._counted[0] - before[0], self._counted[1] - before[1]

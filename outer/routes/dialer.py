@@ -55,7 +55,8 @@ class Dialer:
 
         Raises ConnectionError, which names every route and its failure.
         """
-        waiting, causes = deque(self._order(address.routes)), list[str]()
+        waiting = deque(self._order(address.routes))
+        causes = list[str]()
         racing: dict[asyncio.Task[socket.socket], Route] = {}
         try:
             while waiting or racing:

@@ -78,15 +78,19 @@ def parse_proxy(text: str | None) -> Proxy | None:
         return None
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
-        parts, host, port = urlsplit(""), None, None
+        parts = urlsplit("")
+        host = None
+        port = None
     if parts.scheme not in ("http", "socks5") or not host or not port or parts.path.strip("/"):
         raise InputError(
             f"island.proxy: got {_hidden(text)!r}; allowed: http://[USER:PASSWORD@]HOST:PORT (CONNECT) or "
             "socks5://[USER:PASSWORD@]HOST:PORT"
         )
-    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    user = unquote(parts.username or "")
+    password = unquote(parts.password or "")
     if max(len(user.encode()), len(password.encode())) > 255:
         raise InputError("island.proxy: the name and the password have at most 255 bytes each")
     return Proxy("http" if parts.scheme == "http" else "socks5", host, port, user, password)

@@ -21,7 +21,8 @@ from outer.routes.wire import Answer, Challenge, Incoming, Joined, Ping, Pong, P
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+FIRST_PAUSE = 0.2
+LONGEST_PAUSE = 5.0
 """Shortest and longest pause in seconds between two tries to register at a relay that does not
 answer."""
 MAX_ANSWERS = 64
@@ -49,8 +50,11 @@ class Registration:
 
     def __init__(self, relay: Route, own: Registrant, changed: ChangeSignal) -> None:
         """Begin to register. `changed` is notified when `is_up` or `cause` has changed."""
-        self.relay, self._own, self._changed = relay, own, changed
-        self.is_up, self.cause = False, ""
+        self.relay = relay
+        self._own = own
+        self._changed = changed
+        self.is_up = False
+        self.cause = ""
         self._answers = Tasks()
         self._keeping = asyncio.create_task(self._keep())
 
@@ -70,7 +74,8 @@ class Registration:
                 if self.is_up or cause != self.cause:
                     log.warning("the relay %s: %s; this island will register there again", self.relay, cause)
                 num_failures = 1 if self.is_up else num_failures + 1
-                self.is_up, self.cause = False, cause
+                self.is_up = False
+                self.cause = cause
                 self._changed.notify()
             await asyncio.sleep(backoff(num_failures, first_seconds=FIRST_PAUSE, max_seconds=LONGEST_PAUSE))
 
@@ -84,7 +89,8 @@ class Registration:
         try:
             async with asyncio.timeout(wire.OPENING_SECONDS):
                 await self._prove(connection)
-            self.is_up, self.cause = True, ""
+            self.is_up = True
+            self.cause = ""
             self._changed.notify()
             await self._listen(connection)
         finally:

@@ -56,7 +56,8 @@ class _Rank:
     """A registered rank."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._writing = connection, asyncio.Lock()
+        self._connection = connection
+        self._writing = asyncio.Lock()
         self.asked: set[asyncio.Future[socket.socket]] = set()
         """Futures of the connections for which dialers wait."""
 
@@ -92,7 +93,9 @@ class Relay:
         """Create a relay. With `run_key` only islands that hold it may register; with `allow`
         only islands with these public keys.
         """
-        self._limits, self._run_key, self._allow = limits, run_key, allow
+        self._limits = limits
+        self._run_key = run_key
+        self._allow = allow
         self.rejections = Rejections()
         self._ranks: dict[tuple[str, int], _Rank] = {}
         self._pending: dict[str, asyncio.Future[socket.socket]] = {}
@@ -147,7 +150,8 @@ class Relay:
             raise RefusedError("peer", f"this relay is not for the island with the key {register.key}: see its --allow")
         challenge = Challenge(nonce=secrets.token_hex(16))
         await wire.send(connection, challenge)
-        proof, body = await wire.receive(connection, Proof), wire.proof_body(challenge, register)
+        proof = await wire.receive(connection, Proof)
+        body = wire.proof_body(challenge, register)
         if not verify(register.key, wire.REGISTRATION, body, bytes.fromhex(proof.signature)):
             raise RefusedError("key", f"it does not hold the island key {register.key[:16]}... that it shows")
         if self._run_key is not None and not secrets.compare_digest(
@@ -159,7 +163,8 @@ class Relay:
         """Keep a rank registered while it sends pings. A newer registration of the rank replaces
         this one.
         """
-        rank, place = _Rank(connection), (register.key, register.rank)
+        rank = _Rank(connection)
+        place = (register.key, register.rank)
         with self._count(register.key):
             if (old := self._ranks.get(place)) is not None:
                 old.end()
@@ -195,7 +200,8 @@ class Relay:
         """Notify a rank of a dialer, and return the rank's connection. Raises RefusedError if
         none arrives in time.
         """
-        token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
+        token = secrets.token_hex(16)
+        answer = asyncio.get_running_loop().create_future()
         self._pending[token] = answer
         rank.asked.add(answer)
         try:
@@ -232,7 +238,8 @@ class Relay:
         """Count a connection of an island within the block. Raises RefusedError if there are too
         many.
         """
-        total, limits = sum(island.num_connections for island in self._islands.values()), self._limits
+        total = sum(island.num_connections for island in self._islands.values())
+        limits = self._limits
         island = self._islands.get(key) or _Island(Meter(limits.bytes_per_second))
         if total >= limits.connections or island.num_connections >= limits.connections_of_island:
             text = f"{island.num_connections} connections of the island {key[:16]}..., {total} in all"

@@ -29,7 +29,8 @@ class Listener:
         """Create a listener. `serve(connection, host of the other end)` must close the
         connection or pass it on.
         """
-        self._serve, self._socket = serve, None
+        self._serve = serve
+        self._socket = None
         self._tasks = Tasks()
 
     async def open(self, host: str, port: int) -> int:
@@ -65,7 +66,8 @@ class Listener:
 
 async def connect_to(host: str, port: int) -> socket.socket:
     """Connect to the first of a host's addresses that accepts a connection. Raises OSError."""
-    loop, cause = asyncio.get_running_loop(), OSError("its host has no address")
+    loop = asyncio.get_running_loop()
+    cause = OSError("its host has no address")
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -111,7 +113,8 @@ async def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     """Read exactly `num_bytes` bytes. The caller limits the time. Raises OSError if the
     connection ends before.
     """
-    loop, found = asyncio.get_running_loop(), bytearray()
+    loop = asyncio.get_running_loop()
+    found = bytearray()
     while len(found) < num_bytes:
         piece = await loop.sock_recv(connection, num_bytes - len(found))
         if not piece:

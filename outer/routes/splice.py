@@ -53,7 +53,8 @@ async def _forward(source: socket.socket, to: socket.socket, meter: Meter) -> No
     """Forward bytes in one direction until the source closes it, and then close it at the
     target. Raises OSError.
     """
-    loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(BUFFER_BYTES))
+    loop = asyncio.get_running_loop()
+    buffer = memoryview(bytearray(BUFFER_BYTES))
     while num_bytes := await loop.sock_recv_into(source, buffer):
         await meter.take(num_bytes)
         await loop.sock_sendall(to, buffer[:num_bytes])

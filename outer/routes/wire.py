@@ -26,10 +26,12 @@ from outer.network.run_key import RunKey
 from outer.routes.addresses import Door
 from outer.routes.sockets import read_exactly
 
-MAGIC, VERSION = b"DLRY", 1
+MAGIC = b"DLRY"
+VERSION = 1
 MAX_BYTES = 1024
 _HEADER = struct.Struct("!4sBBH")
-PING_SECONDS, SILENT_SECONDS = 10.0, 30.0
+PING_SECONDS = 10.0
+SILENT_SECONDS = 30.0
 """Interval of an island's pings to its relays, and the silence after which either side closes
 the connection."""
 OPENING_SECONDS = 5.0

@@ -57,7 +57,8 @@ def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ra
     slightly larger by chance would carry twice as much as others. The parts must be covered
     (`check_coverage`).
     """
-    loads, carriers = [0] * num_ranks, []
+    loads = [0] * num_ranks
+    carriers = []
     for part, ranks in zip(space.parts, _find_main_holders(holdings, overlaps), strict=True):
         carrier = min(ranks, key=loads.__getitem__)
         loads[carrier] += part.num_elements
@@ -78,7 +79,8 @@ def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[
     part, holding = np.divmod(pairs, len(holdings.ranks))
     first = np.flatnonzero(np.diff(part, prepend=-1))
     is_main = 2 * held >= np.repeat(np.maximum.reduceat(held, first), np.diff(first, append=len(part)))
-    chosen, ends = holding[is_main].tolist(), np.cumsum(np.add.reduceat(is_main.astype(np.int64), first)).tolist()
+    chosen = holding[is_main].tolist()
+    ends = np.cumsum(np.add.reduceat(is_main.astype(np.int64), first)).tolist()
     sorted_ranks: dict[tuple[int, ...], list[int]] = {}
     for start, end in pairwise([0, *ends]):
         key = tuple(chosen[start:end])

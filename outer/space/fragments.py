@@ -132,7 +132,8 @@ def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[s
     }
     fragments = patterns[config.fragment_pattern](units, config.fragments)
     if not all(fragments):
-        layers, most = sum(unit.layer is not None for unit in units), sum(map(bool, fragments))
+        layers = sum(unit.layer is not None for unit in units)
+        most = sum(map(bool, fragments))
         raise InputError(
             f"outer.fragments: got {config.fragments}, but a model of {layers} layers has parameters for {most} in "
             f"the pattern {config.fragment_pattern!r}; set outer.fragments={most} or lower"

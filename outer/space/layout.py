@@ -21,7 +21,8 @@ from itertools import accumulate
 from math import prod
 from typing import Literal, Protocol
 
-MIN_PARTS, SMALL_MIN_PARTS = 16, 8
+MIN_PARTS = 16
+SMALL_MIN_PARTS = 8
 """Minimum numbers of parts. Tensors that are sent together are cut into a multiple of this
 number, and of a power of two that is at least the number of islands. So all islands reduce
 equally much, coding and sending overlap, and a run may resume with a few islands more or fewer."""
@@ -216,8 +217,10 @@ class Space:
         num_cols = matrix_cols(self.shapes[bounds.name])
         base = self.offsets[bounds.name]
         for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[bounds.name]):
-            r0, r1 = max(rows[0], bounds.rows[0]), min(rows[1], bounds.rows[1])
-            c0, c1 = max(cols[0], bounds.cols[0]), min(cols[1], bounds.cols[1])
+            r0 = max(rows[0], bounds.rows[0])
+            r1 = min(rows[1], bounds.rows[1])
+            c0 = max(cols[0], bounds.cols[0])
+            c1 = min(cols[1], bounds.cols[1])
             if r0 < r1 and c0 < c1:
                 yield Piece(
                     part=part.index,
@@ -269,7 +272,8 @@ def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[
                                    # # . . .     last:  row 3, cols 0-2
     """
     cols = matrix_cols(shape)
-    start, stop = max(start, 0), min(stop, prod(shape))
+    start = max(start, 0)
+    stop = min(stop, prod(shape))
     if start >= stop:
         return
     row, col = divmod(start, cols)

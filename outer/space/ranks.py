@@ -22,7 +22,8 @@ class RankGroup:
         """Wrap the groups. `group` is None on an island of one rank; `background` is a second
         group, for calls from another thread.
         """
-        self._group, self._background = group, background
+        self._group = group
+        self._background = background
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
 

@@ -59,7 +59,9 @@ class Redistribution:
     """
 
     def __init__(self, space: Space, params: Params, ranks: RankGroup) -> None:
-        self._space, self._params, self._ranks = space, params, ranks
+        self._space = space
+        self._params = params
+        self._ranks = ranks
         holdings = Holdings(space, ranks.gather(pack_slices(params.slices)))
         check_coverage(space, holdings)
         overlaps = count_overlaps(space, holdings.rectangles)
@@ -136,11 +138,14 @@ class Redistribution:
 
     def _plan_slices(self, holdings: Holdings) -> None:
         """Plan the moves between this rank's slices and the carriers."""
-        me, slice_index = self._ranks.rank, {(s.name, s.rows, s.cols): i for i, s in enumerate(self._params.slices)}
+        me = self._ranks.rank
+        slice_index = {(s.name, s.rows, s.cols): i for i, s in enumerate(self._params.slices)}
         for index in holdings.of_rank(me):
-            rectangle, holders = holdings.rectangle(index), holdings.holders(index)
+            rectangle = holdings.rectangle(index)
+            holders = holdings.holders(index)
             for piece in self._space.pieces(rectangle):
-                move, carrier = Move(slice_index[rectangle], piece), self.carriers[piece.part]
+                move = Move(slice_index[rectangle], piece)
+                carrier = self.carriers[piece.part]
                 group = self._space.parts[piece.part].part_group
                 self._scatters[group].receives[carrier].append(move)
                 if _source(holders, carrier) == me:
@@ -153,7 +158,8 @@ class Redistribution:
         me = self._ranks.rank
         mine = np.array(self.carriers, np.int64)[overlaps.part] == me
         for index, number in zip(overlaps.rectangle[mine].tolist(), overlaps.part[mine].tolist(), strict=True):
-            rectangle, holders = holdings.rectangle(index), holdings.holders(index)
+            rectangle = holdings.rectangle(index)
+            holders = holdings.holders(index)
             part = self._space.parts[number]
             for piece in self._space.pieces_in(part, rectangle):
                 move = Move(None, piece)

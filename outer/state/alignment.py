@@ -52,7 +52,8 @@ def find_blend(mean: torch.Tensor, momentum: torch.Tensor, config: OuterOptimize
     """
     if config.align is None:
         return UNCHANGED
-    length, other = norm(mean), norm(momentum)
+    length = norm(mean)
+    other = norm(momentum)
     if length == 0 or other == 0 or not 1 / GREATEST_RATIO < length / other < GREATEST_RATIO:
         return UNCHANGED
     cosine = _coarse(inner_product(mean, momentum) / (length * other))

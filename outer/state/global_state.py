@@ -177,7 +177,8 @@ class GlobalState:
         """
         self._check_carried(index)
         with self._lock:
-            state, position = self._state(index), self.position
+            state = self._state(index)
+            position = self.position
             header = PartHeader(round=position.round, tokens=position.tokens, pushes=state.pushes)
             line = header.model_dump_json(exclude_defaults=True).encode() + b"\n"
             return b"".join((line, raw_bytes(state.params), raw_bytes(state.momentum)))
@@ -206,7 +207,8 @@ class GlobalState:
         """Return the part's tensors themselves, not copies."""
         if index in self._moments:
             return PartState(self.parts[index], torch.empty(0), self.position.round)
-        momentum, pushes = self._optimizer.momentum(index), self._optimizer.pushes(index)
+        momentum = self._optimizer.momentum(index)
+        pushes = self._optimizer.pushes(index)
         return PartState(self.parts[index], momentum, self.position.round, pushes)
 
     def _remember(self, round_number: int, num_given: int, payloads: Mapping[int, torch.Tensor] | None) -> None:

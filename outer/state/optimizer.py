@@ -94,7 +94,9 @@ class OuterOptimizer:
 
     def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1) -> None:
         """Create the optimizer. `num_islands` is N of Delayed Nesterov."""
-        self._parts, self._config, self._num_islands = dict(parts), config, num_islands
+        self._parts = dict(parts)
+        self._config = config
+        self._num_islands = num_islands
         self._pushes = dict.fromkeys(parts, 0)
         has_momentum = config.keeps_momentum
         if config.rule is not None:
@@ -108,9 +110,11 @@ class OuterOptimizer:
         """
         for part, pseudo_grad in pseudo_grads.items():
             values = self._parts[part]
-            got, expected = tuple(pseudo_grad.shape), tuple(values.shape)
+            got = tuple(pseudo_grad.shape)
+            expected = tuple(values.shape)
             assert got == expected, f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
-            step, momentum = self.next_step(part, num_given), self._momentum.get(part, NONE)
+            step = self.next_step(part, num_given)
+            momentum = self._momentum.get(part, NONE)
             step.apply(values, momentum, pseudo_grad, step.blend(momentum, pseudo_grad))
             self._pushes[part] = step.pushes_after
 

@@ -45,7 +45,9 @@ def check_outer_rule(rule: OuterRule, name: str = "the rule") -> None:
 def _stepped(rule: OuterRule, stretch: int) -> torch.Tensor:
     """Return params and momentum, stacked, after two steps that are made stretch by stretch."""
     number = torch.arange(SIZE, dtype=torch.float32)
-    params, momentum, mean = torch.cos(number), torch.zeros(SIZE), torch.sin(number * 3) * 0.01
+    params = torch.cos(number)
+    momentum = torch.zeros(SIZE)
+    mean = torch.sin(number * 3) * 0.01
     for _ in range(2):
         for begin in range(0, SIZE, stretch):
             cut = slice(begin, begin + stretch)

@@ -122,7 +122,8 @@ def advance(
         return replace(state, round=state.round + 1)
     if config is None:
         return replace(state, params=mean, round=state.round + 1)
-    params, momentum = state.params.clone(), state.momentum.clone()
+    params = state.params.clone()
+    momentum = state.momentum.clone()
     step = OuterStep(config, num_given, num_islands, state.pushes)
     step.apply(params, momentum, mean, step.blend(momentum, mean))
     return PartState(params, momentum, state.round + 1, step.pushes_after)
@@ -142,7 +143,8 @@ def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[
     the next one is requested.
     """
     momentum = BUFFERS.floats(state.momentum.numel()).copy_(state.momentum)
-    room, blend = torch.empty(min(STRETCH_ELEMENTS, mean.numel())), step.blend(momentum, mean)
+    room = torch.empty(min(STRETCH_ELEMENTS, mean.numel()))
+    blend = step.blend(momentum, mean)
     for start in range(0, mean.numel(), STRETCH_ELEMENTS):
         stretch = slice(start, start + STRETCH_ELEMENTS)
         params = room[: mean[stretch].numel()].copy_(state.params[stretch])

@@ -18,7 +18,9 @@ class PendingProgress:
         """Create an empty record. `max_tokens`: the most tokens that any island may claim for
         one round.
         """
-        self._replica, self.cursor, self._max_tokens = replica, cursor, max_tokens
+        self._replica = replica
+        self.cursor = cursor
+        self._max_tokens = max_tokens
         self.weights = [0] * num_fragments
         """Tokens trained on since each fragment was last sent, up to the last round that landed."""
 

@@ -34,14 +34,17 @@ class PartsCache:
     """Cache for the parts of the space with this fingerprint in one run. Any thread may use it."""
 
     def __init__(self, folder: Path, fingerprint: str, run: str) -> None:
-        self._folder, self._fingerprint, self._run = folder, fingerprint, run
+        self._folder = folder
+        self._fingerprint = fingerprint
+        self._run = run
         self._has_failed = False
         self._lock = threading.Lock()
 
     def write(self, part: int, state: PartState) -> None:
         """Write a part atomically. After the first failure, such as a full disk, nothing more is written."""
         raw = raw_bytes(state.params) + raw_bytes(state.momentum)
-        header, path = self._build_header(part, state.round, state.pushes, raw), self._folder / f"part-{part:06d}"
+        header = self._build_header(part, state.round, state.pushes, raw)
+        path = self._folder / f"part-{part:06d}"
         with self._lock:
             if self._has_failed:
                 return
@@ -72,5 +75,6 @@ class PartsCache:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _build_header(self, part: int, number: int, pushes: int, raw: bytes) -> _Header:
-        owner, checksum = {"fingerprint": self._fingerprint, "run": self._run}, blake2b(raw, digest_size=16).hexdigest()
+        owner = {"fingerprint": self._fingerprint, "run": self._run}
+        checksum = blake2b(raw, digest_size=16).hexdigest()
         return _Header(part=part, round=number, pushes=pushes, checksum=checksum, **owner)

@@ -101,8 +101,10 @@ class CatchUp:
         """Take the newest global state of the islands that are ahead, and set local params to
         it, or change nothing.
         """
-        choice, download = self.build_choice() if self.replica.ranks.is_leader else None, self.build_download()
-        held, causes = self.replica.position.round, []
+        choice = self.build_choice() if self.replica.ranks.is_leader else None
+        download = self.build_download()
+        held = self.replica.position.round
+        causes = []
         while donors := self.replica.ranks.on_leader(lambda: choice.next() if choice else []):
             download.use_donors(donors)
             base, newest = self._ask_for_own(download, held)

@@ -114,7 +114,8 @@ class Donor:
         """
         self.is_busy = False
         """Whether a round is being reduced. Set by the code that runs the round."""
-        self._state, self._on_first_request = state, on_first_request
+        self._state = state
+        self._on_first_request = on_first_request
         self._descriptions: dict[int, bytes] = {}
         self._num_replaced = state.num_replaced
         self._gate = AdmissionGate(lambda: 1 if self.is_busy else PARTS_SERVED_AT_ONCE)
@@ -141,7 +142,8 @@ class Donor:
         position = self._state.position
         if position.round == 0:
             return
-        packed, included = pack_carriers(carriers), list(included)
+        packed = pack_carriers(carriers)
+        included = list(included)
         description = Description(
             digest=digest, position=position, fingerprint=fingerprint, carriers=packed, included=included, proof=proof
         )

@@ -41,14 +41,17 @@ class DonorClient:
     """A joiner's connection to one donor. `description` is None before `update_description` and after `suspend`."""
 
     def __init__(self, member: Member, messenger: Messenger, space: Space) -> None:
-        self.member, self.name = member, member.island
+        self.member = member
+        self.name = member.island
         self.description: Description | None = None
         self.cause = "no answer"
         """The reason why the last request failed."""
         self.suspended_until = float("-inf")
-        self._messenger, self._space = messenger, space
+        self._messenger = messenger
+        self._space = space
         self._carriers: list[int] = []
-        self._lock, self._probe_lock = asyncio.Lock(), asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._probe_lock = asyncio.Lock()
         self._heard_at = float("-inf")
 
     @property
@@ -66,12 +69,14 @@ class DonorClient:
         """
         if self.is_usable:
             log.warning("no state is requested from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
-            self.suspended_until, self.cause = loop_time() + SUSPENDED_SECONDS, str(error)
+            self.suspended_until = loop_time() + SUSPENDED_SECONDS
+            self.cause = str(error)
             self.description = None
 
     async def describe(self, round_number: int | None, seconds: float = DESCRIBE_SECONDS) -> Description:
         """Fetch the description of a round, or of the newest round for None. Raises TransportError."""
-        request, address = StateRequest(round=round_number), self.member.control_addresses[0]
+        request = StateRequest(round=round_number)
+        address = self.member.control_addresses[0]
         description = await call_message(
             self._messenger, address, "state", request, Description, timeout_seconds=seconds
         )
@@ -93,7 +98,8 @@ class DonorClient:
                     raise MessageError(
                         f"island {self.name!r} sends a wrong description of its state: {error}"
                     ) from None
-                self._carriers, self.description = list(unpack_carriers(description.carriers)), description
+                self._carriers = list(unpack_carriers(description.carriers))
+                self.description = description
 
     async def request(
         self, request: PartRequest | MeanRequest, deadlines: Deadlines, patience: Callable[[], float]
@@ -106,7 +112,8 @@ class DonorClient:
         kind = "part" if isinstance(request, PartRequest) else "mean"
         if not 0 <= request.part < len(self._carriers):
             raise MessageError("its description is missing")
-        address, body = self.member.control_addresses[self._carriers[request.part]], request.encode()
+        address = self.member.control_addresses[self._carriers[request.part]]
+        body = request.encode()
         started = loop_time()
         call = asyncio.create_task(
             self._messenger.call(

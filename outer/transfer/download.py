@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 WORKERS_PER_DONOR = 4
 PAUSE_SECONDS = 0.2
 """Pause before a donor that was busy or behind is asked again."""
-LOG_SECONDS, TELL_SECONDS = 10.0, 2.0
+LOG_SECONDS = 10.0
+TELL_SECONDS = 2.0
 
 
 class Download:
@@ -47,7 +48,9 @@ class Download:
         text every TELL_SECONDS, on the event loop.
         """
         self._on_progress = on_progress
-        self._messenger, self._plan, self._cache = messenger, plan, cache
+        self._messenger = messenger
+        self._plan = plan
+        self._cache = cache
         self.fetcher = PartFetcher(plan, cache, on_first_part)
         self.parts = self.fetcher.parts
         self._donors: list[DonorClient] = []
@@ -149,7 +152,8 @@ class Download:
                 await donor.release(worker)
                 has_place = False
             part = await queue.get()
-            is_fetched, has_place = False, True
+            is_fetched = False
+            has_place = True
             try:
                 if donor.is_usable:
                     is_fetched = await self.fetcher.fetch(donor, worker, part, target, lambda: self._patience(donor))
@@ -178,7 +182,8 @@ class Download:
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
                 raise TransportError(f"no part of the state has arrived for {quiet:.0f} s: {self._causes()}")
             if now - told_at > TELL_SECONDS:
-                told_at, rate = now, (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
+                told_at = now
+                rate = (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
                 donors = ", ".join(donor.name for donor in self._donors if donor.is_usable)
                 text = f"{len(self.parts)} of {len(self._plan.parts)} parts, {rate:.1f} MB/s from {donors}"
                 self._on_progress(text)
@@ -196,7 +201,8 @@ class Download:
         self._has_read_cache = True
         for part in self._plan.parts:
             bounds = self._plan.space.parts[part]
-            size, has_momentum = bounds.num_elements, not bounds.is_moment
+            size = bounds.num_elements
+            has_momentum = not bounds.is_moment
             state = await asyncio.to_thread(self._cache.read, part, size, has_momentum=has_momentum)
             # A part beyond the donors' newest round belongs to a history that has ended.
             if state is not None and self._round_of(part) < state.round <= newest:

@@ -34,7 +34,9 @@ class PartFetcher:
         self.arrived_at = 0.0
         """Time of the last progress, on the event loop's clock."""
         self.deadlines = Deadlines(PART_SECONDS)
-        self._plan, self._cache, self._on_first_part = plan, cache, on_first_part
+        self._plan = plan
+        self._cache = cache
+        self._on_first_part = on_first_part
         self.tokens: dict[int, int] = {}
         """Number of committed tokens by round. A donor that reports another number belongs to
         another history."""

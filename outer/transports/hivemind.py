@@ -23,7 +23,9 @@ class HivemindTransport(StreamTransport):
 
     def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         super().__init__(me, daemon.auth, Traffic(), str(daemon.address), connect_seconds)
-        self._daemon, self._run_id, self._run = daemon, run_id, hash_names(run_id, "bulk")
+        self._daemon = daemon
+        self._run_id = run_id
+        self._run = hash_names(run_id, "bulk")
 
     async def open(self) -> None:
         """Accept streams from peers. Call this once, before the address is published."""

@@ -14,7 +14,9 @@ from outer.errors import InputError, PeerLost
 
 MAX_ADDRESS_LENGTH = 4096
 MAX_PEER_ADDRESSES = 32
-P2P_CODE, CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"  # /p2p and /p2p-circuit in a binary multiaddress
+# /p2p and /p2p-circuit in a binary multiaddress
+P2P_CODE = b"\xa5\x03"
+CIRCUIT_CODE = b"\xa2\x02"
 
 
 @dataclass(frozen=True)

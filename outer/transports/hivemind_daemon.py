@@ -76,7 +76,8 @@ class Daemon:
 
     def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str], auth: PeerAuth) -> None:
         assert p2p.peer_id is not None, "the daemon has not reported its peer id"
-        self.p2p, self.auth = p2p, auth
+        self.p2p = p2p
+        self.auth = auth
         self.peer_id = p2p.peer_id.to_base58()
         self.maddrs = tuple(maddrs)
         """Multiaddresses that other islands dial, each ending in /p2p/<peer id>."""
@@ -183,7 +184,8 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
     if settings.identity_path is not None:
         _ensure_identity(settings.identity_path)
     await _wait_for_port(settings.host_maddrs)
-    started, cause = time.monotonic(), ""
+    started = time.monotonic()
+    cause = ""
 
     async def attempt() -> P2P | None:
         nonlocal cause

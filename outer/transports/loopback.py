@@ -71,7 +71,8 @@ class Hub:
         prove them.
         """
         with self.lock:
-            keys, known = self._keys[run_id], self._names[run_id]
+            keys = self._keys[run_id]
+            known = self._names[run_id]
             keys[island] = key
             for each in known:
                 each.adopt({island: key})
@@ -118,9 +119,13 @@ class LoopbackTransport:
     is_uneven = False
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, connect_seconds: float) -> None:
-        self.traffic, self.address = Traffic(), f"loopback:{me}"
+        self.traffic = Traffic()
+        self.address = f"loopback:{me}"
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
-        self._hub, self._run_id, self._me, self._connect_seconds = hub, run_id, me, connect_seconds
+        self._hub = hub
+        self._run_id = run_id
+        self._me = me
+        self._connect_seconds = connect_seconds
         self._loop = asyncio.get_running_loop()
         self._epoch = ""
         self._others: list[Endpoint] = []
@@ -160,7 +165,8 @@ class LoopbackTransport:
         if target is None:
             raise PeerLost(to.island, f"{to} is not in this group")
         self.traffic.bytes_sent += HEADER_BYTES + copy.numel()
-        epoch, me = self._epoch, self._me
+        epoch = self._epoch
+        me = self._me
         parcel = Parcel(me.island, to.island, "payload", HEADER_BYTES + copy.numel(), "bulk", tag)
         self._hub.deliver(parcel, lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)))
 
@@ -169,12 +175,15 @@ class LoopbackTransport:
 
     async def disconnect(self) -> None:
         with self._hub.lock:
-            epoch, joined = self._epoch, self._joined()
+            epoch = self._epoch
+            joined = self._joined()
             self._group.pop(self._me, None)
             if not self._group:
                 self._hub.groups.pop(epoch, None)
         self._mailbox.fail_all("this group was left")
-        self._epoch, self._others, self._ranks_of = "", [], {}
+        self._epoch = ""
+        self._others = []
+        self._ranks_of = {}
         for transport in joined:
             call_on_loop(transport._loop, lambda t=transport: t._on_goodbye(epoch, self._me))
 

@@ -30,17 +30,25 @@ class SealedTransport:
 
     def __init__(self, inner: Transport, auth: PeerAuth, run_id: str, me: Endpoint) -> None:
         assert auth.key is not None and auth.names is not None, "sealing needs a run key, and the owners of names"
-        self.traffic, self.address, self.max_payload_bytes = inner.traffic, inner.address, inner.max_payload_bytes
-        self.disconnect, self.close, self.is_uneven = inner.disconnect, inner.close, inner.is_uneven
-        self._inner, self._rejections, self._me = inner, auth.rejections, me
-        self._island, self._names = auth.island, auth.names
+        self.traffic = inner.traffic
+        self.address = inner.address
+        self.max_payload_bytes = inner.max_payload_bytes
+        self.disconnect = inner.disconnect
+        self.close = inner.close
+        self.is_uneven = inner.is_uneven
+        self._inner = inner
+        self._rejections = auth.rejections
+        self._me = me
+        self._island = auth.island
+        self._names = auth.names
         self._run_key = auth.key.derive("payloads", run_id.encode())
         self._keys: dict[str, bytes] = {}
         """The key shared with each island, by its public key."""
         self._epoch = ""
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        self._epoch, self._keys = epoch, {}
+        self._epoch = epoch
+        self._keys = {}
         await self._inner.connect(epoch, addresses)
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
@@ -49,7 +57,8 @@ class SealedTransport:
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         sealed = await self._inner.recv(source, tag, num_bytes + MAC_BYTES)
-        payload, its_mac = sealed[:num_bytes], bytes(view_of(sealed[num_bytes:]))
+        payload = sealed[:num_bytes]
+        its_mac = bytes(view_of(sealed[num_bytes:]))
         if not hmac.compare_digest(its_mac, await self._mac(source, (source, self._me), tag, payload)):
             text = f"a payload of {source} that was altered, or not sent by it"
             error = RefusedError("forged", text)

@@ -55,10 +55,15 @@ class StreamGroup:
         limit of the streams that an endpoint may open.
         """
         self._max_payload_bytes = max_payload_bytes
-        self.epoch, self._auth, self._rejections = epoch, auth, auth.rejections
+        self.epoch = epoch
+        self._auth = auth
+        self._rejections = auth.rejections
         self.mailbox = Mailbox(identities)
         self.outgoing: dict[Endpoint, list[Stream]] = {e: [] for e in identities}
-        self._identities, self._to_dial, self._to_await, self._most = identities, to_dial, to_await, most
+        self._identities = identities
+        self._to_dial = to_dial
+        self._to_await = to_await
+        self._most = most
         self.idle: dict[Endpoint, asyncio.Queue[Stream]] = {e: asyncio.Queue() for e in identities}
         self._incoming: dict[Endpoint, list[Stream]] = {e: [] for e in identities}
         self._watching: dict[Stream, asyncio.Task[None]] = {}
@@ -118,7 +123,8 @@ class StreamGroup:
         """Send a payload until the endpoint has acknowledged it, on another stream if one
         breaks. Raises TransportError.
         """
-        key, has_come = (other, header.tag), False
+        key = (other, header.tag)
+        has_come = False
         try:
             while not has_come:
                 stream = await self.take_idle(other)
@@ -269,7 +275,8 @@ class StreamGroup:
         """Return whether no payload with this tag has come from the source, and remember the
         tag.
         """
-        had, newest = self._had[source], self._newest.get(source, 0)
+        had = self._had[source]
+        newest = self._newest.get(source, 0)
         if tag in had:
             return False
         if tag.round > newest:  # payloads of rounds before the last one do not come again

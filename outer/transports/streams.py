@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 """Longest time for TLS to begin, and then for the dialer of a stream to prove its identity."""
 MAX_LEFT = 64
-MAX_PARKED, MAX_PARKED_OF_ISLAND = 1024, 128
+MAX_PARKED = 1024
+MAX_PARKED_OF_ISLAND = 128
 """Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and of one."""
 
 
@@ -38,8 +39,11 @@ class StreamTransport(ABC):
     is_uneven = False
 
     def __init__(self, me: Endpoint, auth: PeerAuth, traffic: Traffic, address: str, connect_seconds: float) -> None:
-        self.traffic, self.address, self.max_payload_bytes = traffic, address, MAX_PAYLOAD_BYTES
-        self._me, self._connect_seconds = me, connect_seconds
+        self.traffic = traffic
+        self.address = address
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES
+        self._me = me
+        self._connect_seconds = connect_seconds
         self._auth = replace(auth, learns_names=False)
         self._group: StreamGroup | None = None
         self._guests = Guests()
@@ -128,7 +132,8 @@ class StreamTransport(ABC):
         return await self._group.mailbox.get(source, tag, num_bytes)
 
     async def disconnect(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.close()
             if group.redial.is_incoming:

@@ -16,7 +16,8 @@ class Results(Generic[R]):
 
     def __init__(self, folder: Path, result: type[R]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._result = folder / "results.jsonl", result
+        self._path = folder / "results.jsonl"
+        self._result = result
 
     def read(self) -> list[R]:
         """Return all results so far."""

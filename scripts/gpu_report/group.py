@@ -87,7 +87,9 @@ def describe_hang(place: Place) -> Row:
         command = [sys.executable, "-m", "scripts.gpu_report.group", place.device, folder]
         started = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS * place.patience)
-        seconds, verdict, dump = time.monotonic() - started, Path(folder, "verdict"), Path(folder, "hang-0.txt")
+        seconds = time.monotonic() - started
+        verdict = Path(folder, "verdict")
+        dump = Path(folder, "hang-0.txt")
         said = verdict.read_text() if verdict.exists() else f"none; the end of its errors: {done.stderr[-500:]}"
         is_good = done.returncode == HUNG and "rank 0" in said and dump.exists()
         return {"verdict": said, "exit_status": done.returncode, "seconds": seconds, "ok": is_good}

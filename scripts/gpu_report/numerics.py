@@ -51,7 +51,8 @@ def build_case(place: Place, *, masks: bool) -> TrainingCase:
 
 
 def compare(place: Place, case: TrainingCase) -> Row:
-    expected, found = train_on_cpu(build_case(place, masks=case.masks_documents)), train(case, place.first)
+    expected = train_on_cpu(build_case(place, masks=case.masks_documents))
+    found = train(case, place.first)
     first, last = (difference(found[i].loss, expected[i].loss) for i in (0, -1))
     norm = difference(found[0].grad_norm, expected[0].grad_norm)
     limit = FIRST_LOSS[case.dtype]
@@ -70,7 +71,8 @@ def train(case: TrainingCase, device: str) -> tuple[StepResult, ...]:
     Every rank of the case's mesh must call it; each trains on its share of the text.
     """
     trainer = case.build(device)
-    first, num_shares = trainer.data_rank, trainer.num_data_ranks
+    first = trainer.data_rank
+    num_shares = trainer.num_data_ranks
     return tuple(trainer.step(case.windows(step)[first::num_shares]) for step in range(STEPS))
 
 

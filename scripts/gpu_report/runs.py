@@ -17,7 +17,8 @@ from scripts.gpu_report.place import Place, Row, guarded
 
 LIMIT_SECONDS = 60.0
 """Limit of one run."""
-WATCHDOG_SECONDS, CPU_WATCHDOG_SECONDS = 8, 40
+WATCHDOG_SECONDS = 8
+CPU_WATCHDOG_SECONDS = 40
 """Limits of the watchdog. On a busy CPU an evaluation takes longer than on a GPU."""
 ROUNDS = 4
 SMALL = ["model.preset=15m"]
@@ -49,7 +50,8 @@ def describe_islands(place: Place, arguments: list[str]) -> Row:
     settings.append("island.parallel.compile=false")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = run(place, Path(folder), ["--islands", "2", "--ranks", "1", *settings, *arguments])
-        summary, islands = summarise(run_dir), read_run(run_dir).islands
+        summary = summarise(run_dir)
+        islands = read_run(run_dir).islands
         gpus = [(read_environment(run_dir / island.name) or {}).get("gpus") for island in islands]
     stalled = sum(record.stalled_seconds for island in islands for record in island.rounds)
     trained = sum(step.seconds for island in islands for step in island.steps)
@@ -90,5 +92,6 @@ def find_verdict(island: IslandRecords) -> str:
 
 def run(place: Place, folder: Path, arguments: list[str]) -> Path:
     """Run configs/quickstart.yaml with these arguments and return the run's folder. Raises RuntimeError if it fails."""
-    config, device = str(ROOT / "configs" / "quickstart.yaml"), f"island.device={place.device}"
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    device = f"island.device={place.device}"
     return simulate_in(folder, [config, *arguments, device], LIMIT_SECONDS * place.patience)

@@ -22,7 +22,9 @@ from scripts.gpu_report.plain import build_plain
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device
 
 WARM_STEPS = 3
-SECONDS, FEWEST, MOST = 2.5, 4, 25
+SECONDS = 2.5
+FEWEST = 4
+MOST = 25
 """Seconds for which steps are measured, and the fewest and the most steps."""
 DEPTHS = (2, 4)
 """Numbers of layers of two models, whose step times give the time of one layer."""
@@ -129,12 +131,14 @@ def step_seconds(place: Place, case: TrainingCase, who: str) -> float:
 
 def build_ours(case: TrainingCase, device: str) -> Callable[[], object]:
     """Build an inner step of our trainer on the case's first text."""
-    trainer, windows = case.build(device, weights_matter=False), case.windows(0)
+    trainer = case.build(device, weights_matter=False)
+    windows = case.windows(0)
     return lambda: trainer.step(windows)
 
 
 def _figures(place: Place, case: TrainingCase, seconds: float) -> Row:
-    flops, per_second = flops_per_token(case.sizes, case.seq_len), case.tokens / seconds
+    flops = flops_per_token(case.sizes, case.seq_len)
+    per_second = case.tokens / seconds
     counted = {"full": flops.total, "causal": flops.matmul + flops.attention / 2}
     mfu = {
         f"mfu_{attention}_of_{of}": count * per_second / peak

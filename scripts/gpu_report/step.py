@@ -18,7 +18,8 @@ from inner.trainer import Trainer
 from scripts.gpu_report.place import Place, Row, guarded, guarded_rows
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device
 
-MOST_KERNELS, MOST_CHARACTERS = 12, 90
+MOST_KERNELS = 12
+MOST_CHARACTERS = 90
 WARM_STEPS = 3
 STEPS = 2
 """Number of steps that are profiled, so that the time between two steps is seen, too."""
@@ -166,7 +167,8 @@ def describe_device(kernels: Sequence[Kernel]) -> Row:
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of some spans."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)
         until = max(until, end)

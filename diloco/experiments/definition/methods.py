@@ -19,7 +19,9 @@ def name_method(config: Config, *, is_data_parallel: bool) -> str:
     """Return the method in words: outer optimizer, inner steps, islands, codec, and all else that
     is not the default.
     """
-    optimizer, outer, islands = config.optimizer, config.outer, len(config.islands)
+    optimizer = config.optimizer
+    outer = config.outer
+    islands = len(config.islands)
     inner = INNER_NAMES.get(optimizer.name, optimizer.name)
     if optimizer.muon_row_beta is not None:
         inner = f"NorMuon {optimizer.muon_row_beta:g}"
@@ -70,7 +72,8 @@ def name_schedule(outer: OuterConfig) -> list[str]:
 
 def name_codec(outer: OuterConfig) -> str:
     """Return the codec with its settings, for example `stat2 feedback 0.9`."""
-    coding, name = outer.coding, outer.codec
+    coding = outer.coding
+    name = outer.codec
     if is_import_path(name):
         name = name_own(name, coding.options)
     if name == "topk":

@@ -52,7 +52,8 @@ def student_t(confidence: float, degrees: int) -> float:
     """Return the t with P(|T| < t) = confidence, for Student's T with `degrees` degrees of freedom:
     4.303 for 0.95 and 2.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while central_probability(high, degrees) < confidence:
         high *= 2
     for _ in range(100):

@@ -76,7 +76,8 @@ def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size
     for index, (line, points) in enumerate(drawn):
         axes.plot(*zip(*points, strict=True), label=f"{line.row.label}  {line.loss:.3f}", **line_style(index, line.row))
     late = [loss for line, _ in drawn for tokens, loss in line.curve if tokens >= SHOWN_FROM * line.curve[-1][0]]
-    low, high = min(late), max(late)
+    low = min(late)
+    high = max(late)
     axes.set_ylim(low - 0.05 * (high - low) - 1e-3, high + 0.05 * (high - low) + 1e-3)
     fit_axis(axes, [x for _, points in drawn for x, _ in points[-1:]], abscissa.format)
     figure.legend(loc="outside lower center", ncols=1 if longest(lines) > 60 else 2, fontsize=8)
@@ -130,7 +131,8 @@ def draw_group(axes: Axes, members: Sequence[TableLine], key: str, index: int) -
     """Draw the rows that differ only in the key. Their name is the longest label, without the key's
     value.
     """
-    values, means = [line.row.value(key) for line in members], [line.loss for line in members]
+    values = [line.row.value(key) for line in members]
+    means = [line.loss for line in members]
     bars = [[abs(end(line.losses.values()) - line.loss) for line in members] for end in (min, max)]
     name = max((name_without(line.row, key) for line in members), key=len)
     axes.errorbar(values, means, bars, label=name, capsize=3, **line_style(index, members[0].row))

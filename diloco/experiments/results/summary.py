@@ -14,7 +14,8 @@ from diloco.experiments.results.table import HEADINGS, TableLine, format_line
 from diloco.formatting import human_count
 from inner.files import write_atomically
 
-SUMMARY, RESULTS = "summary.md", "results.json"
+SUMMARY = "summary.md"
+RESULTS = "results.json"
 
 
 def write_summary(
@@ -73,7 +74,9 @@ def describe_length(line: TableLine) -> str:
 
 def as_json(line: TableLine, rows: Rows) -> Mapping[str, Any]:
     """Return all figures of a row."""
-    row, difference, baseline = line.row, line.difference, rows.baselines.get(line.row.row_id)
+    row = line.row
+    difference = line.difference
+    baseline = rows.baselines.get(line.row.row_id)
     return {
         "label": row.label,
         "id": row.row_id,

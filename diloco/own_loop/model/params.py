@@ -53,18 +53,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def check_param(name: str, param: Tensor) -> None:
     """Raise ConfigError if islands cannot average the parameter."""
-    problem, cure = "", ""
+    problem = ""
+    cure = ""
     if param.is_meta:
-        problem, cure = "is on the meta device", "give it values first (model.to_empty, then initialise or load)"
+        problem = "is on the meta device"
+        cure = "give it values first (model.to_empty, then initialise or load)"
     elif param.dtype != torch.float32:
         problem = f"is {str(param.dtype).removeprefix('torch.')}"
         cure = "keep trained parameters in float32 and compute in bfloat16 by torch.autocast or FSDP's mixed precision"
     elif param.numel() == 0:
-        problem, cure = f"has the shape {tuple(param.shape)}", "take it out of the model, or set requires_grad=False"
+        problem = f"has the shape {tuple(param.shape)}"
+        cure = "take it out of the model, or set requires_grad=False"
     elif isinstance(param, DTensor) and any(isinstance(place, Partial) for place in param.placements):
-        problem, cure = "is a DTensor of partial sums", "redistribute it to Shard or Replicate"
+        problem = "is a DTensor of partial sums"
+        cure = "redistribute it to Shard or Replicate"
     elif isinstance(param, DTensor) and param.ndim != 2 and any(is_shard_past_rows(p) for p in param.placements):
-        problem, cure = "is sharded past its first dimension", "shard parameters that are no matrices by dimension 0"
+        problem = "is sharded past its first dimension"
+        cure = "shard parameters that are no matrices by dimension 0"
     if problem:
         raise ConfigError(f"the parameter {name!r} {problem}, and islands cannot average it; {cure}")
 

@@ -12,7 +12,11 @@ FLOPS_PER_PARAM_AND_TOKEN = 6.0
 """The factor in C = 6 N D: forward and backward of each weight, without attention."""
 
 # Approach 3, equation 10: L(N, D) = E + A / N^ALPHA + B / D^BETA.
-E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
+E = 1.69
+A = 406.4
+B = 410.7
+ALPHA = 0.34
+BETA = 0.28
 
 
 @dataclass(frozen=True)

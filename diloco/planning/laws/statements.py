@@ -63,7 +63,9 @@ def statements(question: LawQuestion) -> Iterator[str]:
 
 
 def _budget_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
-    run, fleet, chinchilla = question.run, question.fleet, "Chinchilla (2203.15556)"
+    run = question.run
+    fleet = question.fleet
+    chinchilla = "Chinchilla (2203.15556)"
     ratio = f"{run.tokens / run.params:.3g} tokens per parameter"
     yield "this run", f"{_allocation(run)}, {ratio}: {question.flops:.3g} FLOP", "the model's own formula"
     seconds = question.flops / fleet.flops_per_second
@@ -80,7 +82,9 @@ def _budget_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
 
 
 def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
-    config, islands, params = question.config, question.islands, question.run.params
+    config = question.config
+    islands = question.islands
+    params = question.run.params
     law = "2503.09799" + (", extrapolated" if is_extrapolated(params) else "")
     batch = config.optimizer.tokens_per_step * islands
     yield "batch of all", f"{human_count(best_batch(params, islands))} tokens; here {human_count(batch)}", law

@@ -64,7 +64,9 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     Returns False if a rank sent data from the wrong device. Raises ConfigError if a rehearsal
     fails.
     """
-    plan, num_ranks, reports = replace(plan, device_type="cuda"), plan.work.degrees.num_ranks, []
+    plan = replace(plan, device_type="cuda")
+    num_ranks = plan.work.degrees.num_ranks
+    reports = []
     for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
         with console.status(f"dry run of rank {rank} of {num_ranks}"):
             reports.append(_report(run, island, plan, rank))
@@ -118,7 +120,8 @@ def rehearse_apart(case: Rehearsal) -> RehearsalResult:
 def _table(reports: list[RankReport]) -> Table:
     table = plain_table(("rank", "place"), ("parameters", "peak", "estimate", "", "sent", "as planned"))
     for report in reports:
-        done, rows = report.done, report.traffic
+        done = report.done
+        rows = report.traffic
         table.add_row(
             str(done.rank),
             f"pp {done.coordinates['pp']}",

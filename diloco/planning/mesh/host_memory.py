@@ -62,7 +62,8 @@ def estimate_host_memory(
     The run has `num_islands` islands and a model with the parameters `specs`. `inner_step`: memory
     of an inner step by pp coordinate; empty if it is not known, as for own models.
     """
-    degrees, kept = resolve_degrees(island.mesh, island.ranks), find_state_bytes(run.optimizer)
+    degrees = resolve_degrees(island.mesh, island.ranks)
+    kept = find_state_bytes(run.optimizer)
     num_held = num_elements(specs) * degrees.dp_replicate / degrees.num_ranks
     trained = (FP32_BYTES + min(kept.block_matrix, kept.other)) * num_held
     outer = memory_bytes(run.outer, tuple(specs), num_islands, degrees.num_ranks)

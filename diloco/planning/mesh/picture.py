@@ -54,7 +54,8 @@ def show_mesh(
 
     Raises ConfigError or InputError.
     """
-    config, index = load_config(path, overrides), request.index
+    config = load_config(path, overrides)
+    index = request.index
     hardware = find_requested_hardware(request)
     limit = find_limit(request, hardware)
     island = load_island(config, index, limit)
@@ -81,7 +82,8 @@ def show_mesh(
 
 def print_ranks(plan: StepPlan, console: Console) -> None:
     """Print where the ranks are, what each sends, and the pipeline, if there is one."""
-    degrees, width = plan.work.degrees, console.width
+    degrees = plan.work.degrees
+    width = console.width
     name, *lines = grids(degrees, width)
     print_section(console, name, "\n".join(lines))
     if degrees.num_ranks > 1:
@@ -118,7 +120,9 @@ def _title(config: Config, index: int) -> str:
 
 def header(run: RunConfig, plan: StepPlan) -> str:
     """Return one line each about the model, the ranks and the step."""
-    work, sizes, degrees = plan.work, plan.work.sizes, plan.work.degrees
+    work = plan.work
+    sizes = plan.work.sizes
+    degrees = plan.work.degrees
     num_params = num_elements(param_specs(sizes))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
     lines = [
@@ -148,8 +152,10 @@ def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
     """Return a title with the key figures of the pipeline's schedule, and a drawing of the
     schedule.
     """
-    work, simulation = plan.work, plan.simulation
-    schedule, pp = work.parallel.schedule, work.degrees.pp
+    work = plan.work
+    simulation = plan.simulation
+    schedule = work.parallel.schedule
+    pp = work.degrees.pp
     name = (
         f"Pipeline: {schedule}, {len(work.stages)} stages on {pp} ranks; bubble {100 * simulation.bubble:.3g} %, "
         "if backward = 2 x forward"
@@ -211,7 +217,8 @@ def memory_table(plan: StepPlan, width: int) -> Table:
 
 def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
     """Return the label and values of each row; values are listed by pp coordinate."""
-    work, memory = plan.work, plan.memory
+    work = plan.work
+    memory = plan.memory
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
         rows.append(("live micro-batches", [str(live) for live in plan.simulation.peak_live]))

@@ -51,7 +51,8 @@ def _lie(placed: Sequence[PlacedParam]) -> Table:
     axes = ("dp_shard x cp" if axis == FSDP_AXIS else axis for axis, _ in placed[0].cuts)
     table = plain_table(("parameter", "layers", "shape", "pp", *axes, "held", "dtype"), ("bytes",))
     for alike in _alike(placed):
-        first, last = alike[0], alike[-1]
+        first = alike[0]
+        last = alike[-1]
         table.add_row(
             LAYER.sub("", first.name),
             _layer(first) if len(alike) == 1 else f"{_layer(first)}-{_layer(last)}",

@@ -80,7 +80,8 @@ def _grid(degrees: Degrees, axes: list[str], width: int, title: str, most: int) 
     others down.
     """
     size = _stride(degrees, axes[-1]) if axes else degrees.num_ranks
-    down, across = axes[:-1], axes[-1:]
+    down = axes[:-1]
+    across = axes[-1:]
     places: list[MeshCoordinates | None] = list(product(*(range(getattr(degrees, axis)) for axis in down)))
     places = [None if index is None else places[index] for index in select_shown(len(places), most)]
     labels = _labels(down, across, places)

@@ -57,9 +57,11 @@ def seconds_table(work: Workload, tokens_per_step: int, hardware: Hardware) -> T
     table.add_row("compute", rate, f"{compute_seconds(work, tokens_per_step, gpu.flops):.3g}")
     for line in traffic_lines(work):
         if line.calls:
-            name, speed = hardware.fabric_name, hardware.fabric_bytes
+            name = hardware.fabric_name
+            speed = hardware.fabric_bytes
             if not spans_nodes(line):
-                name, speed = f"{hardware.gpu_name}'s own link", gpu.link_bytes
+                name = f"{hardware.gpu_name}'s own link"
+                speed = gpu.link_bytes
             by = f"{name}, {speed / 1e9:.3g} GB/s"
             table.add_row(f"{line.axis}: {line.what}", by, f"{line.sent_bytes / speed:.3g}")
     return table

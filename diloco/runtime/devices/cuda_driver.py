@@ -12,7 +12,8 @@ from pathlib import Path
 LIBRARY = "libcuda.so.1"
 VERSION_FILE = Path("/proc/driver/nvidia/version")
 MAX_NAME_BYTES = 256
-CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+CAPABILITY_MAJOR = 75
+CAPABILITY_MINOR = 76
 """Numbers in cuda.h of the attributes for the compute capability."""
 NO_DEVICE = 100
 """The status if CUDA_VISIBLE_DEVICES leaves no GPU. It does not mean that the driver has a
@@ -48,18 +49,24 @@ class CudaDriver:
 def ask_cuda_driver(library: str = LIBRARY) -> CudaDriver | None:
     """Return the state of the driver; None if no driver is installed."""
     try:
-        cuda, number, count = CDLL(library), c_int(), c_int()
+        cuda = CDLL(library)
+        number = c_int()
+        count = c_int()
     except OSError:
         return None
     cuda.cuDriverGetVersion(byref(number))
-    version, newest = _read_version(VERSION_FILE), (number.value // 1000, number.value % 1000 // 10)
+    version = _read_version(VERSION_FILE)
+    newest = (number.value // 1000, number.value % 1000 // 10)
     if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count)):
         return CudaDriver(version, newest, "" if status == NO_DEVICE else _error_name(cuda, status))
     return CudaDriver(version, newest, cards=tuple(_read_card(cuda, number) for number in range(count.value)))
 
 
 def _read_card(cuda: CDLL, number: int) -> Card:
-    card, name, major, minor = c_int(), create_string_buffer(MAX_NAME_BYTES), c_int(), c_int()
+    card = c_int()
+    name = create_string_buffer(MAX_NAME_BYTES)
+    major = c_int()
+    minor = c_int()
     cuda.cuDeviceGet(byref(card), number)
     cuda.cuDeviceGetName(name, MAX_NAME_BYTES, card)
     cuda.cuDeviceGetAttribute(byref(major), CAPABILITY_MAJOR, card)

@@ -57,7 +57,8 @@ class GpuShares:
         """
         if not isinstance(index, int) or index not in self.by_island:
             return {}
-        shown, sharers = {VISIBLE: ",".join(self.by_island[index])}, self.count_sharers(index)
+        shown = {VISIBLE: ",".join(self.by_island[index])}
+        sharers = self.count_sharers(index)
         return shown | {SHARERS: str(sharers)} if sharers > 1 else shown
 
     def _count_islands(self) -> Counter[str]:
@@ -139,7 +140,8 @@ def describe_shares(
 
     `obstacle`: the result of find_obstacle if torch finds no GPU.
     """
-    wanted, on_gpu = count_ranks(islands, ("auto", "cuda")), [index for index, gpus in shares.by_island.items() if gpus]
+    wanted = count_ranks(islands, ("auto", "cuda"))
+    on_gpu = [index for index, gpus in shares.by_island.items() if gpus]
     if shares.is_shared:
         yield (
             f"{len(on_gpu)} islands of one rank share {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: they slow each "

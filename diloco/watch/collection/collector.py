@@ -68,9 +68,13 @@ class Collector:
         """
         if refused := [override for override in overrides if not override.startswith("island.")]:
             raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
-        self.address, self.overrides, self._run_name, self._parent = address, overrides, run_name, folder
+        self.address = address
+        self.overrides = overrides
+        self._run_name = run_name
+        self._parent = folder
         self._local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
-        self._loop, self._has_records = EventLoopThread(), threading.Event()
+        self._loop = EventLoopThread()
+        self._has_records = threading.Event()
         self.members: dict[str, Member] = {}
         """The islands of which the swarm has a record at present."""
         self._network: Network | None = None
@@ -125,8 +129,10 @@ class Collector:
         return dict(zip(orders, await asyncio.gather(*map(order, orders)), strict=True))
 
     async def _find_run(self) -> RunInfo:
-        local, address = self._local, self.address
-        key, proxy = load_usable_key(local.island), local.island.proxy
+        local = self._local
+        address = self.address
+        key = load_usable_key(local.island)
+        proxy = local.island.proxy
         runs = await find_runs(address, local.connect_seconds, key, proxy, self._run_name)
         return choose_run(runs, self._run_name, address)
 
@@ -147,12 +153,15 @@ class Collector:
         """Request records from one island in a loop, without a pause while it has more."""
         if name.startswith("."):
             return  # The name cannot be the name of a folder.
-        mirror, described = Mirror(self.folder / name), ""
-        member, seen_at = self.members[name], time.monotonic()
+        mirror = Mirror(self.folder / name)
+        described = ""
+        member = self.members[name]
+        seen_at = time.monotonic()
         while True:
             has_more = False
             if name in self.members:
-                member, seen_at = self.members[name], time.monotonic()
+                member = self.members[name]
+                seen_at = time.monotonic()
             try:
                 if time.monotonic() - seen_at > GONE_SECONDS:
                     mirror.note_presence(answers=False, text="the swarm has no record of it any more")
@@ -176,7 +185,8 @@ class Collector:
         """Request the next page of records. Return whether the island has more."""
         if mirror.is_full:
             raise MessageError(f"it has sent more than {mirror.folder / METRICS} may hold: no further records are kept")
-        address, body = member.control_addresses[0], mirror.request.encode()
+        address = member.control_addresses[0]
+        body = mirror.request.encode()
         call = network.messenger.call(address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY)
         page = await receive_reply(network.messenger, address, RecordsPage, await call)
         before = mirror.request

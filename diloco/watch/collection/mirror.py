@@ -52,7 +52,8 @@ class Mirror:
         """
         if not page.journal:
             return
-        lines, now = page.lines.split("\n")[:-1], time.time()
+        lines = page.lines.split("\n")[:-1]
+        now = time.time()
         records = [record for line in lines if (record := check_record(line, now)) is not None]
         self.num_dropped += len(lines) - len(records)
         if records:

@@ -9,9 +9,11 @@ from diloco.records.metrics import EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import parse_record
 
 MAX_NAMES = 4096
-MAX_NAME, MAX_TEXT = 64, 2000
+MAX_NAME = 64
+MAX_TEXT = 2000
 MAX_INTEGER = 1 << 62
-PAST_SECONDS, FUTURE_SECONDS = 400 * 86400.0, 3600.0
+PAST_SECONDS = 400 * 86400.0
+FUTURE_SECONDS = 3600.0
 """Records whose time differs from now by more than this are dropped, because one would stretch
 every time axis."""
 

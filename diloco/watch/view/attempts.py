@@ -7,7 +7,8 @@ from diloco.formatting import human_seconds
 from diloco.watch.view.history import IslandHistory, Row
 from diloco.watch.view.run_view import RunView
 
-LATE_SECONDS, SLOW_SHARE = 0.05, 0.1
+LATE_SECONDS = 0.05
+SLOW_SHARE = 0.1
 """A wait shorter than this time, or than this share of the steps' time, names no straggler."""
 
 
@@ -37,7 +38,8 @@ class Attempt:
         """Number of signatures of the state, audits, left-out parts, norm of the mean, and cosines
         with the mean.
         """
-        rows, left_out = self.rows.values(), dict[str, int]()
+        rows = self.rows.values()
+        left_out = dict[str, int]()
         for row in rows:
             for name, count in row[18].items():
                 left_out[name] = left_out.get(name, 0) + count
@@ -67,7 +69,8 @@ def find_attempts(view: RunView, most: int) -> list[Attempt]:
     for name, island in view.islands.items():
         for row in island.rows["rounds"][-2 * most :]:
             attempt = found.setdefault((row[1], row[2]), Attempt(row[1], row[2]))
-            attempt.rows[name], attempt.time = row, max(attempt.time, row[0])
+            attempt.rows[name] = row
+            attempt.time = max(attempt.time, row[0])
     return sorted(found.values(), key=lambda attempt: attempt.time)[-most:]
 
 
@@ -79,7 +82,8 @@ def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
         if not island.rows["ranks"]:
             continue
         ranks = sorted(island.rows["ranks"][-1][2], key=waited)
-        least, behind = ranks[0], waited(ranks[-1]) - waited(ranks[0])
+        least = ranks[0]
+        behind = waited(ranks[-1]) - waited(ranks[0])
         if behind > max(LATE_SECONDS, SLOW_SHARE * least[1]):
             did = zip(("reading text", "computing", "without a processor", "between steps"), least[2:], strict=True)
             told = ", ".join(f"{human_seconds(seconds)} {what}" for what, seconds in did)

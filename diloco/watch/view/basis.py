@@ -18,7 +18,8 @@ from diloco.watch.view.run_view import RunView
 if TYPE_CHECKING:
     from diloco.planning.predict import LinkSpeed
 
-STEPS, REDUCES = 50, 20
+STEPS = 50
+REDUCES = 20
 """Number of last inner steps and reduces over which an island's median is taken."""
 
 

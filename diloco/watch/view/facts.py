@@ -21,7 +21,8 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
     Values that are not known are None. What run.json lacks is read from config.yaml, as for a run
     that `diloco simulate` did not launch.
     """
-    facts, config = find_facts(run_dir), None if (run_dir / "run.json").exists() else read_run_config(run_dir)
+    facts = find_facts(run_dir)
+    config = None if (run_dir / "run.json").exists() else read_run_config(run_dir)
     name = facts.name if facts else config.name if config else run_dir.resolve().name
     return {
         "name": name,

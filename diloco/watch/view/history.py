@@ -74,7 +74,9 @@ class IslandHistory:
 
     def __post_init__(self) -> None:
         self.latest = LatestRecords(self.folder.name)
-        self._tail, self._sources, self._pace = Tail(self.folder / METRICS), Counter[str](), Pace()
+        self._tail = Tail(self.folder / METRICS)
+        self._sources = Counter[str]()
+        self._pace = Pace()
         self._presence = LinesTail(self.folder / PRESENCE)
 
     def read(self) -> None:
@@ -149,7 +151,8 @@ class LinesTail:
     """Reads the complete lines of a text file that may still grow or may not exist."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, GrowingFile(path)
+        self.path = path
+        self._file = GrowingFile(path)
 
     def new_lines(self) -> list[str]:
         """Return the lines that were completed since the last call."""
@@ -163,7 +166,8 @@ def parse_presence(line: str) -> Row | None:
     """Return a line of presence.jsonl as a row; None if it is invalid."""
     try:
         values = json.loads(line)
-        time, text = float(values["time"]), one_line(str(values["text"]))[:MAX_TEXT]
+        time = float(values["time"])
+        text = one_line(str(values["text"]))[:MAX_TEXT]
         return [time, int(bool(values["answers"])), text] if 0 <= time < MAX_TIME else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -198,7 +202,8 @@ def join_work(rows: Sequence[Row], most: int) -> list[Row]:
     """
     if not rows:
         return []
-    older, newest = rows[:-TAIL_ROWS], rows[-TAIL_ROWS:]
+    older = rows[:-TAIL_ROWS]
+    newest = rows[-TAIL_ROWS:]
     smallest = (rows[-1][1] - rows[0][0]) / most
     return join_close(older, smallest) + join_close(newest, 0.0)
 

@@ -66,7 +66,9 @@ def row_between(then: Mark, now: Mark) -> list[float | None] | None:
     """Return time, seconds per round, their share in inner steps, bytes per round, bits per second;
     None without a round.
     """
-    rounds, seconds, sent = now.round - then.round, now.time - then.time, now.bytes_sent - then.bytes_sent
+    rounds = now.round - then.round
+    seconds = now.time - then.time
+    sent = now.bytes_sent - then.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None
     reduced = now.reduce_seconds - then.reduce_seconds

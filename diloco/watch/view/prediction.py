@@ -52,8 +52,10 @@ class RunPrediction:
     """
 
     def __init__(self, view: RunView) -> None:
-        self.view, self._lock = view, threading.Lock()
-        self._rounds, self._made_at = -1, -math.inf
+        self.view = view
+        self._lock = threading.Lock()
+        self._rounds = -1
+        self._made_at = -math.inf
         self._latest: dict[str, Any] = {}
 
     def find(self) -> dict[str, Any]:
@@ -65,7 +67,8 @@ class RunPrediction:
         with self._lock:
             rounds = sum(len(island.rows["pace"]) for island in self.view.islands.values())
             if rounds != self._rounds and time.monotonic() - self._made_at > REFRESH_SECONDS:
-                self._latest, self._rounds = predict_run(self.view), rounds
+                self._latest = predict_run(self.view)
+                self._rounds = rounds
                 self._made_at = time.monotonic()
             return self._latest
 
@@ -93,7 +96,8 @@ def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predi
     from diloco.planning.predict import predict
 
     case = build_case(basis, speed)
-    p, fragments = predict(case), case.outer.fragments
+    p = predict(case)
+    fragments = case.outer.fragments
     return Predicted(
         round_seconds=p.total_seconds / fragments,
         utilisation=p.utilisation,

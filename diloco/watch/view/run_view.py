@@ -47,13 +47,15 @@ class RunView:
         there is no run.
         """
         find_island_folders(run_dir)
-        self.run_dir, self.link = run_dir, link
+        self.run_dir = run_dir
+        self.link = link
         self.islands: dict[str, IslandHistory] = {}
         self.baseline = IslandHistory(run_dir / BASELINE, Groups())
         """Data-parallel training on the same tokens; without rows if there was none."""
         self.groups = Groups()
         self._lock = threading.Lock()
-        self._faults, self._logbook = LinesTail(run_dir / LOG), LinesTail(run_dir / LOGBOOK)
+        self._faults = LinesTail(run_dir / LOG)
+        self._logbook = LinesTail(run_dir / LOGBOOK)
         self.faults: list[Row] = []
         """Rows of time, kind, islands, text, whether it is the end of a fault (0 or 1)."""
         self.notes: list[Row] = []
@@ -111,8 +113,10 @@ def parse_fault(line: str) -> Row | None:
     """Return a line of faults.jsonl as a row; None if it is not a record."""
     try:
         values = json.loads(line)
-        time, islands = float(values["time"]), [str(name)[:64] for name in values["islands"]]
-        text, kind = str(values["text"])[:MAX_TEXT], str(values["kind"])[:64]
+        time = float(values["time"])
+        islands = [str(name)[:64] for name in values["islands"]]
+        text = str(values["text"])[:MAX_TEXT]
+        kind = str(values["kind"])[:64]
         return [time, kind, islands, text, int(bool(values["is_end"]))] if 0 <= time < MAX_TIME else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -14,14 +14,16 @@ from diloco.watch.view.run_view import RunView
 
 OVER_SECONDS = 600.0
 """A run without a record for this time is over: its state at its last record is shown."""
-SILENT_SECONDS, SILENT_STEPS = 15.0, 5
+SILENT_SECONDS = 15.0
+SILENT_STEPS = 5
 """An island is called silent after the larger of a time without a record and a number of its usual
 inner steps."""
 
 
 def state_now(view: RunView) -> dict[str, Any]:
     """Return the run and the latest state of each island, as values for JSON."""
-    now, last = time.time(), max((island.latest.time for island in view.islands.values()), default=0.0)
+    now = time.time()
+    last = max((island.latest.time for island in view.islands.values()), default=0.0)
     at = now if now - last < OVER_SECONDS else last
     run = describe_run(view.run_dir)
     return {
@@ -56,7 +58,8 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
     state holds.
     """
     island = view.islands[name]
-    latest, rows = island.latest, island.rows
+    latest = island.latest
+    rows = island.rows
     pace = rows["pace"][-1][1:] if rows["pace"] else [None] * 4
     state, is_wrong = find_state(view.islands, name, at)
     return {
@@ -85,7 +88,8 @@ def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tu
     the same rules.
     """
     island = islands[name]
-    newest, rows = island.latest.time, island.rows
+    newest = island.latest.time
+    rows = island.rows
     silence = rows["presence"][-1] if rows["presence"] and not rows["presence"][-1][1] else None
     if not newest:
         return ("not started", False) if silence is None else (f"no answer: {silence[2]}", True)

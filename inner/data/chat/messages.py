@@ -54,7 +54,8 @@ def learned_text(text: str) -> str:
 def _parse_message(message: object, where: str) -> Message:
     for role_key, content_key in KEYS:
         if isinstance(message, Mapping) and role_key in message and content_key in message:
-            role, content = message[role_key], message[content_key]
+            role = message[role_key]
+            content = message[content_key]
             if role not in ROLES or not isinstance(content, str):
                 raise InputError(
                     f"{where}: got {role_key}={role!r} and {content_key} of {type(content).__name__}; allowed: text of "

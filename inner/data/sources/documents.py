@@ -89,11 +89,13 @@ def hold_out_an_end(documents: Iterable[Document], heldout_fraction: float) -> I
 
     A single long text can therefore be trained on without preparation.
     """
-    has_heldout, last = False, None
+    has_heldout = False
+    last = None
     for document in documents:
         if last is not None:
             yield last
-        last, has_heldout = document, has_heldout or is_heldout(document.key, heldout_fraction)
+        last = document
+        has_heldout = has_heldout or is_heldout(document.key, heldout_fraction)
     if last is not None and not has_heldout and len(last.text) >= MIN_CUT_CHARACTERS:
         yield from _cut(last, heldout_fraction)
     elif last is not None:
@@ -104,7 +106,8 @@ def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Documen
     """Return the beginning of a text and its last `heldout_fraction`, which starts at the beginning
     of a line if possible.
     """
-    text, at = document.text, int(len(document.text) * (1 - heldout_fraction))
+    text = document.text
+    at = int(len(document.text) * (1 - heldout_fraction))
     at = text.rfind("\n", 1, at) + 1 or max(at, 1)
     log.info(
         "no whole document is held out, so the last %d characters of %s are held out", len(text) - at, document.key

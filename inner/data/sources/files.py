@@ -60,7 +60,8 @@ class FilesSource:
         first_file, first_row, first_byte = place
         files, again, left_out = self._find()
         sizes = [path.stat().st_size for _, path in files]
-        before, whole_size = [0, *itertools.accumulate(sizes)], max(sum(sizes), 1)
+        before = [0, *itertools.accumulate(sizes)]
+        whole_size = max(sum(sizes), 1)
         skipped: list[Path] = []
         try:
             for number, (key, path) in enumerate(files[first_file:], start=first_file):
@@ -190,13 +191,18 @@ def _parse_page_header(header: bytes) -> tuple[bool, int]:
     The header is a struct in Thrift's compact format: in turn, a byte for field and type, and a
     number with 7 bits per byte.
     """
-    numbers, at = [], 0
+    numbers = []
+    at = 0
     for _ in ("type", "size"):
         if header[at] != PAGE_FIELD:
             raise ValueError("a page has no header")
-        number, shift, at = 0, 0, at + 1
+        number = 0
+        shift = 0
+        at = at + 1
         while header[at] & 0x80:
-            number, shift, at = number | (header[at] & 0x7F) << shift, shift + 7, at + 1
+            number = number | (header[at] & 0x7F) << shift
+            shift = shift + 7
+            at = at + 1
         numbers.append((number | header[at] << shift) >> 1)
         at += 1
     return numbers[0] == DICTIONARY_PAGE, numbers[1]

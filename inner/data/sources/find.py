@@ -62,7 +62,8 @@ def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]],
     """Return (key, path) of each file at its first occurrence, by its real path, and the paths of
     all later occurrences.
     """
-    first, again = {}, []
+    first = {}
+    again = []
     for key, path in files:
         real = path.resolve()
         if real in first:
@@ -76,7 +77,9 @@ def _walk(folder: Path) -> list[Path]:
     """Return all files in a folder and its subfolders, except hidden ones. Each folder is read
     once, by its shortest path.
     """
-    files, level, entered = [], [folder], set()
+    files = []
+    level = [folder]
+    entered = set()
     while level:
         below = []
         for place in sorted(level):

@@ -26,7 +26,8 @@ READERS_OF_FILES = frozenset(_NAMES.split())
 test compares them with the installed version."""
 CSV_CHARACTERS = frozenset({"sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands"})
 """Settings of the CSV reader whose value is a character, such as a backslash, and not a path."""
-CARD, SETTINGS = "README.md", ".huggingface.yaml"
+CARD = "README.md"
+SETTINGS = ".huggingface.yaml"
 """The files of a repository that say which files are the data. Values of the second replace values
 of the first."""
 MAX_CARD_BYTES = 1 << 22

@@ -134,10 +134,12 @@ def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[i
     if first_file:
         _files_of(state := stream.state_dict())["shard_idx"] = first_file
         stream.load_state_dict(state)
-    file, number = first_file, first_row - 1
+    file = first_file
+    number = first_row - 1
     for row in islice(stream, first_row, None):
         now = _files_of(stream.state_dict()).get("shard_idx", -1)
-        file, number = now, number + 1 if now == file else 0
+        number = number + 1 if now == file else 0
+        file = now
         yield file, number, row
 
 

@@ -43,7 +43,8 @@ class ShardCache:
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
-        self.folder, self._limit = folder, limit
+        self.folder = folder
+        self._limit = limit
 
     def require_room(self, num_bytes: int, what: str) -> None:
         """Raise InputError if the limit is below `num_bytes`, which `what` needs at once."""

@@ -71,7 +71,8 @@ def make_shards(
             places.append(document.place)
             yield document
 
-    template, tokenizer = chat_template(config), config.tokenizer_choice
+    template = chat_template(config)
+    tokenizer = config.tokenizer_choice
     with (
         closing(remember(documents)) as remembered,
         closing(tokenise_documents(remembered, tokenizer, processes, cutter.is_wanted, template)) as stream,
@@ -105,7 +106,9 @@ class _Cutter:
     """Collects the ids of documents and cuts them into shards."""
 
     def __init__(self, config: DataConfig, index: Index, number: int) -> None:
-        self._config, self._index, self._number = config, index, number
+        self._config = config
+        self._index = index
+        self._number = number
         is_known = number < len(index.shards)
         self.begin = index.shards[number].begin if is_known else index.following
         assert is_known or number == len(index.shards), f"shard {number} of {len(index.shards)}"
@@ -188,7 +191,8 @@ class _Cutter:
             self._num_ids += len(ids)
 
     def _hold_out(self, encoded: EncodedDocument, fitted: Fitted) -> None:
-        text, ids = encoded.document.text, fitted.coded
+        text = encoded.document.text
+        ids = fitted.coded
         if self._config.format == "chat":
             text = learned_text(text)
             ids = place(ids, self._num_heldout, self._config.seq_len)
@@ -214,7 +218,9 @@ class _Cutter:
     def _take(self, size: int) -> MadeShard:
         """Cut off the first `size` ids as a shard, with a copy of the id after them."""
         assert self._heldout is not None, "the held-out text must be made before the first shard"
-        begin, left, parts = self._pieces[0].begin, size, []
+        begin = self._pieces[0].begin
+        left = size
+        parts = []
         while left >= len(self._pieces[0].ids):
             piece = self._pieces.popleft()
             parts.append(piece.ids)

@@ -48,7 +48,8 @@ def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -
     Raises InputError.
     """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    tokenizer, cache = build_tokenizer(*config.tokenizer_choice), open_cache(cache_dir, options)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
+    cache = open_cache(cache_dir, options)
     texts: list[Text] = []
     try:
         for source, entry in zip(config.sources, entries, strict=True):

@@ -34,7 +34,9 @@ class ShardReader:
     """
 
     def __init__(self, supply: Supply, cache: ShardCache, ahead: int, *, is_shuffled_whole: bool = False) -> None:
-        self._supply, self._cache, self._ahead = supply, cache, ahead
+        self._supply = supply
+        self._cache = cache
+        self._ahead = ahead
         self._is_shuffled_whole = is_shuffled_whole
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._demand: int | None = None
@@ -120,7 +122,8 @@ class ShardReader:
         self._open.clear()
 
     def _wait_for(self, number: int) -> None:
-        self._demand, self._failure = number, None
+        self._demand = number
+        self._failure = None
         self._changed.notify_all()
         while self._demand is not None and self._failure is None:
             assert self._thread.is_alive(), "the thread must live until close"
@@ -134,7 +137,8 @@ class ShardReader:
             try:
                 shard = self._bring(number)
             except Exception as error:  # noqa: BLE001 - raised again in the thread that reads
-                shard, failure = None, error
+                shard = None
+                failure = error
             with self._changed:
                 self._take(number, shard, failure)
 
@@ -199,7 +203,8 @@ class StreamedSequences:
     """
 
     def __init__(self, reader: ShardReader, seq_len: int, seed: int, *, is_shuffled_whole: bool) -> None:
-        self._reader, self._seq_len = reader, seq_len
+        self._reader = reader
+        self._seq_len = seq_len
         self._per_shard = reader.shard_tokens // seq_len
         self._by_shards = ShardOrder(self, seed, self._per_shard)
         self.order: OneOrder = SequenceOrder(self.number or 1, seed) if is_shuffled_whole else self._by_shards

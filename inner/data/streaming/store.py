@@ -24,7 +24,8 @@ REQUEST_SECONDS = 30.0
 """Deadline of a request in seconds. A piece of 4 MiB must come within it, which takes 1.2
 Mbit/s."""
 PIECE_BYTES = 1 << 22
-FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 5.0
+FIRST_PAUSE_SECONDS = 0.2
+LAST_PAUSE_SECONDS = 5.0
 SAY_EVERY_SECONDS = 30.0
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ class Store:
     """
 
     def __init__(self, url: str, patience: float) -> None:
-        self.url, self._patience = url.rstrip("/"), patience
+        self.url = url.rstrip("/")
+        self._patience = patience
         self._files, self._root = open_url(url, f"{url}: is not a folder or URL that can be read")
 
     @property
@@ -93,7 +95,9 @@ class Store:
         """Repeat a request until it is answered. Raises InputError when the store has not answered
         for too long.
         """
-        began, said_at, pause = time.monotonic(), -SAY_EVERY_SECONDS, FIRST_PAUSE_SECONDS
+        began = time.monotonic()
+        said_at = -SAY_EVERY_SECONDS
+        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 return call_in_time(request, REQUEST_SECONDS)

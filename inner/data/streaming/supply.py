@@ -61,7 +61,9 @@ class StoreSupply:
     """
 
     def __init__(self, store: Store, cache: ShardCache, patience: float) -> None:
-        self._store, self._cache, self._patience = store, cache, patience
+        self._store = store
+        self._cache = cache
+        self._patience = patience
         self._index: Index | None = None
         self._grown_at = time.monotonic()
 
@@ -94,7 +96,8 @@ class StoreSupply:
 
     def heldout(self) -> np.ndarray:
         """Return the ids of the held-out text. Raises InputError."""
-        heldout, path = self.index.heldout, self.folder / HELDOUT
+        heldout = self.index.heldout
+        path = self.folder / HELDOUT
         assert heldout is not None, "the held-out text must be written before the first shard"
         size = heldout.tokens * self.index.item_bytes
         for _ in range(NUM_TRIES):
@@ -129,7 +132,8 @@ class StoreSupply:
             )
         if not found.shards and not found.is_complete:
             return False
-        self._index, self._grown_at = found, time.monotonic()
+        self._index = found
+        self._grown_at = time.monotonic()
         return True
 
     def _wait(self, number: int) -> None:
@@ -144,7 +148,8 @@ class StoreSupply:
         time.sleep(POLL_SECONDS)
 
     def _fetch(self, number: int, path: Path) -> None:
-        record, name = self.index.shards[number], shard_name(number)
+        record = self.index.shards[number]
+        name = shard_name(number)
         size = record.tokens * self.index.item_bytes
         for attempt in range(NUM_TRIES):
             with self._cache.place(path, size) as place:

@@ -44,7 +44,9 @@ class TokeniserSupply:
     """Makes the shards of one source. `command` starts a process that runs `serve` of worker.py."""
 
     def __init__(self, config: DataConfig, identity: str, cache: ShardCache, command: Sequence[str]) -> None:
-        self._config, self._cache, self._command = config, cache, command
+        self._config = config
+        self._cache = cache
+        self._command = command
         self._folder = cache.folder / identity
         self._worker: _Worker | None = None
         self._num_deaths = 0
@@ -77,7 +79,8 @@ class TokeniserSupply:
 
     def heldout(self) -> np.ndarray:
         """Return the ids of the held-out text. A shard must have been made before."""
-        heldout, path = self._index.heldout, self._folder / HELDOUT
+        heldout = self._index.heldout
+        path = self._folder / HELDOUT
         assert heldout is not None, "the held-out text must be written before the first shard"
         data = path.read_bytes() if path.exists() else b""
         if sha256_of(data) != heldout.sha256:

@@ -44,7 +44,8 @@ def serve(processes: int) -> None:
 
     try:
         task = json.loads(sys.stdin.readline())
-        config, index = DataConfig.model_validate(task["config"]), Index.model_validate_json(json.dumps(task["index"]))
+        config = DataConfig.model_validate(task["config"])
+        index = Index.model_validate_json(json.dumps(task["index"]))
         shards = make_shards(config, index, task["number"], processes, report)
         _answer_all(sys.stdin, shards, answer)
     except InputError as error:

@@ -59,7 +59,8 @@ class CheckedTokens:
     """
 
     def __init__(self, tokens: Ids, vocab_size: int) -> None:
-        self._tokens, self._vocab_size = tokens, vocab_size
+        self._tokens = tokens
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self._tokens)

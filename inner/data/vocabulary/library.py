@@ -38,10 +38,12 @@ class LibraryTokenizer:
         # The library's threads do not survive a fork and compete with the island's other ranks.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         ids = tokenizer.get_vocab(with_added_tokens=True)
-        self._tokenizer, self._name = tokenizer, name
+        self._tokenizer = tokenizer
+        self._name = name
         self._marked: MarkedText | None = None
         self.eos, self.eos_source = choose_eos(ids, config, eos, name)
-        self.eos_id, self.bos = ids[self.eos], bos
+        self.eos_id = ids[self.eos]
+        self.bos = bos
         self.first_id = None if bos is None else known_id(ids, bos, "data.bos", name)
         self.skips_bos = bos is None and config.get("add_bos_token") is True
         """Whether the tokenizer's own config asks for a bos, which is not put before documents

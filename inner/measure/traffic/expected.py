@@ -108,7 +108,8 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
     """Count tensor parallelism's traffic. The stream is gathered before each pair of matrices, and
     partial sums are scattered after it; the backward does the reverse.
     """
-    num_micro_batches, num_layers = work.num_micro_batches, len(stage.layers)
+    num_micro_batches = work.num_micro_batches
+    num_layers = len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
     # The repetition of a block stops before its last matrix product, so it skips the last scatter.
@@ -129,7 +130,8 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
     """Count the sums over tp of gradients of weights that all its ranks hold: one call after all
     micro-batches.
     """
-    sizes, tp = work.sizes, work.degrees.tp
+    sizes = work.sizes
+    tp = work.degrees.tp
     splits_stream = work.parallel.splits_stream(tp)
     everywhere = [param for param in block_params(sizes) if param.is_on_all_ranks(sizes, tp)]
     # If the stream is whole on each rank, norms see the same values on all ranks and have the same
@@ -162,7 +164,8 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
     backwards = work.num_micro_batches * len(stage.layers)
     forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
     others = work.degrees.cp - 1
-    q_numel, kv_numel = work.q_numel, 2 * work.kv_numel
+    q_numel = work.q_numel
+    kv_numel = 2 * work.kv_numel
     itemsize = work.compute_itemsize
     if work.parallel.context == "ring":
         tally.add("cp", "send", (forwards + backwards) * others, kv_numel * itemsize)

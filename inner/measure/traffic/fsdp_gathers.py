@@ -38,19 +38,27 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
         scheduled: set[int] = set()
         if is_managed:
             soon = _next_stages(order, number)
-            embeddings, roots, blocks = embeddings & soon, roots & soon, blocks & soon
-            scheduled, kept = soon - kept, soon
+            embeddings = embeddings & soon
+            roots = roots & soon
+            blocks = blocks & soon
+            scheduled = soon - kept
+            kept = soon
         needed = scheduled | {action.stage}
         to_embed = needed if action.kind == "forward" else scheduled
         for stage in needed:
             gathers[stage].embedding += stage in to_embed - embeddings
             gathers[stage].root += stage not in roots
             gathers[stage].block += stage not in blocks
-        embeddings, roots, blocks = embeddings | to_embed, roots | needed, blocks | needed
+        embeddings = embeddings | to_embed
+        roots = roots | needed
+        blocks = blocks | needed
         if action.kind == "forward" and work.frees_after_forward:
-            embeddings, blocks = embeddings - {action.stage}, blocks - {action.stage}
+            embeddings = embeddings - {action.stage}
+            blocks = blocks - {action.stage}
         if action.kind == "backward" and not is_pipeline:
-            embeddings, roots, blocks = set(), set(), set()
+            embeddings = set()
+            roots = set()
+            blocks = set()
     return gathers
 
 

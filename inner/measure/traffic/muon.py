@@ -46,8 +46,10 @@ def _num_ranks(work: Workload) -> int:
 
 def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
     """Count the matrices of a layer by kind."""
-    sizes, is_split = work.sizes, work.degrees.tp > 1
-    by_rows, by_cols = 0, 1 if is_split else 0
+    sizes = work.sizes
+    is_split = work.degrees.tp > 1
+    by_rows = 0
+    by_cols = 1 if is_split else 0
     of_kv = None if sizes.num_kv_heads < work.degrees.tp else by_rows
     return Counter(
         [
@@ -64,7 +66,9 @@ def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Ex
     """Yield the exchanges of `batches` batches, each of one matrix per rank
     (inner/optim/muon/matrix_exchange.py).
     """
-    replicas, shards, tp = work.degrees.dp_replicate, work.degrees.fsdp, work.degrees.tp
+    replicas = work.degrees.dp_replicate
+    shards = work.degrees.fsdp
+    tp = work.degrees.tp
     rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
     cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols
     tp_replicas = tp if kind.tp_dim is None else 1

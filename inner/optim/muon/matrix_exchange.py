@@ -93,13 +93,15 @@ class MatrixExchange:
 
 def build_exchange(matrix: DTensor) -> MatrixExchange:
     """Build the exchange for matrices with the shape and sharding of `matrix`."""
-    mesh, shape = matrix.device_mesh, list(matrix.shape)
+    mesh = matrix.device_mesh
+    shape = list(matrix.shape)
     place = mesh.get_coordinate()
     assert place is not None, "this rank is not in the matrix's mesh"
     replicas: list[_Axis] = []
     shards: list[_Axis] = []
     for number in reversed(range(mesh.ndim)):
-        placement, size = matrix.placements[number], mesh.size(number)
+        placement = matrix.placements[number]
+        size = mesh.size(number)
         if size == 1:
             continue
         dim = placement.dim if isinstance(placement, Shard | _StridedShard) else None
@@ -114,7 +116,8 @@ def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
     """Exchange shards along an axis, so that each of its ranks gets a share of the matrices with
     all shards joined.
     """
-    (M, A, B), k = x_MAB.shape, axis.size
+    (M, A, B) = x_MAB.shape
+    k = axis.size
     blocks = _swap(x_MAB, axis).view(k, M // k, A, B)
     if dim == 0:
         joined = blocks.transpose(0, 1).reshape(M // k, k * A, B)
@@ -125,7 +128,8 @@ def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
 
 def _split(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
     """Invert `_join`."""
-    k, length = axis.size, -(-axis.length // axis.size)
+    k = axis.size
+    length = -(-axis.length // axis.size)
     missing = k * length - axis.length
     padded = torch.nn.functional.pad(x_MAB, (0, missing * dim, 0, missing * (1 - dim)))
     M, A, B = padded.shape

@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Set the options. `dtype`: dtype of the products that orthogonalise matrices, see `product_dtype`."""
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
-        self.dtype, self.row_beta = dtype, row_beta
+        self.dtype = dtype
+        self.row_beta = row_beta
         for group in self.param_groups:
             group["params"].sort(key=_kind)
             assert all(param.ndim == 2 for param in group["params"]), "Muon is for matrices"
@@ -70,7 +71,8 @@ class Muon(torch.optim.Optimizer):
         """
         if self.row_beta is None:
             return orthogonalise(directions, self.dtype)
-        beta, rows = self.row_beta, [self._rows(param) for param in batch]
+        beta = self.row_beta
+        rows = [self._rows(param) for param in batch]
 
         def finish(index: int, update: Tensor) -> Tensor:
             even, rows[index] = normalise_rows(update, rows[index], beta)

@@ -29,13 +29,16 @@ class AllGather:
 
     def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
         gathered, work = _gather(kv_2BSKE, self._group)
-        everything, rank = slice(None), self._group.rank()
+        everything = slice(None)
+        rank = self._group.rank()
         yield ScoreBlock(everything, KeyBlock(kv_2BSKE, None), everything, is_own=True)
         work.wait()
         documents_BT = None if packing is None else packing.sequences_BT
         sequence = KeyBlock(zigzag_join(gathered.movedim(0, POSITIONS), POSITIONS), documents_BT)
-        chunk, seq_len = kv_2BSKE.shape[POSITIONS] // 2, sequence.kv_2BTKE.shape[POSITIONS]
-        before_both, between = slice(0, rank * chunk), slice((rank + 1) * chunk, seq_len - (rank + 1) * chunk)
+        chunk = kv_2BSKE.shape[POSITIONS] // 2
+        seq_len = sequence.kv_2BTKE.shape[POSITIONS]
+        before_both = slice(0, rank * chunk)
+        between = slice((rank + 1) * chunk, seq_len - (rank + 1) * chunk)
         if before_both.start < before_both.stop:
             yield ScoreBlock(everything, sequence, before_both, is_own=False)
         if between.start < between.stop:

@@ -120,7 +120,8 @@ class _BlockAttention(torch.autograd.Function):
         for block in exchange.blocks(kv_2BSKE, packing):
             _accumulate(queries.at(block.queries), block, packing)
         y_BSHE = queries.output.out_BHSE.to(q_BSHE.dtype).transpose(1, 2)
-        ctx.exchange, ctx.packing = exchange, packing
+        ctx.exchange = exchange
+        ctx.packing = packing
         ctx.save_for_backward(q_BSHE, kv_2BSKE, y_BSHE, queries.output.lse_BHS)
         return y_BSHE
 
@@ -185,7 +186,8 @@ def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: Ke
     """
     dkv_2BTKE = torch.zeros_like(keys.kv_2BTKE, dtype=dtype)
     for part in _visible_parts(queries, keys):
-        mine, grad = queries.at(part.queries, part.rows), grad_BHSE[part.rows, :, part.queries]
+        mine = queries.at(part.queries, part.rows)
+        grad = grad_BHSE[part.rows, :, part.queries]
         dq, *dkv = dense_backward(grad, mine.q_BHSE, *part.keys_of(keys), mine.output, is_causal=False)
         dq_BHSE[part.rows, :, part.queries] += dq
         dkv_2BTKE[:, part.rows, part.keys] = torch.stack(dkv).transpose(2, 3).to(dtype)

@@ -31,7 +31,8 @@ class Ring:
         self._group = group
 
     def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
-        rank, num_ranks = self._group.rank(), self._group.size()
+        rank = self._group.rank()
+        num_ranks = self._group.size()
         for number in range(num_ranks):
             source = (rank - number) % num_ranks
             incoming = _send_to_next(kv_2BSKE, self._group) if number < num_ranks - 1 else _Incoming(kv_2BSKE, [])
@@ -62,7 +63,8 @@ class RingGradients:
 
 
 def _score_block(rank: int, source: int, keys: KeyBlock) -> ScoreBlock:
-    everything, half = slice(None), keys.kv_2BTKE.shape[2] // 2
+    everything = slice(None)
+    half = keys.kv_2BTKE.shape[2] // 2
     if source < rank:
         return ScoreBlock(everything, keys, slice(0, half), is_own=False)
     if source > rank:
@@ -90,7 +92,8 @@ def _send_to_next(tensor: Tensor, group: ProcessGroup) -> _Incoming:
     # gloo accepts a strided tensor but sends the wrong numbers.
     assert tensor.is_contiguous(), tensor.stride()
     received = torch.empty_like(tensor)
-    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    after = (group.rank() + 1) % group.size()
+    before = (group.rank() - 1) % group.size()
     send = P2POp(dist.isend, tensor, group=group, group_peer=after)
     receive = P2POp(dist.irecv, received, group=group, group_peer=before)
     return _Incoming(received, dist.batch_isend_irecv([send, receive]))

@@ -143,7 +143,8 @@ def draw(simulation: Simulation, width: int) -> str:
     labels, scale = _choose_labels(simulation.timeline, max(0, width - len(heads[0]) - 1) / simulation.makespan)
     lines = [["."] * round(simulation.makespan * scale) for _ in ranks]
     for span, label in zip(simulation.timeline, labels, strict=True):
-        start, stop = round(span.start * scale), round(span.stop * scale)
+        start = round(span.start * scale)
+        stop = round(span.stop * scale)
         # Rounding can make an action too narrow for its number. It is then left out, because a
         # truncated number would be wrong.
         text = label if len(label) < stop - start else ""

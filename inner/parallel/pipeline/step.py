@@ -107,7 +107,8 @@ class _ReducingStage(PipelineStage):
     def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
         # Give the shapes to torch: it would otherwise infer them from a run that leaves gradients
         # behind.
-        stream, stage = local.stream, model.stage
+        stream = local.stream
+        stage = model.stage
         hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
         tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
         super().__init__(

@@ -76,7 +76,8 @@ def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype
 
 
 def _add_gradient(master: Tensor, copy: Tensor) -> None:
-    grad, copy.grad = copy.grad, None
+    grad = copy.grad
+    copy.grad = None
     assert grad is not None, "the hook must be called after the gradient is set"
     if master.grad is None:
         master.grad = grad.to(master.dtype)

@@ -48,7 +48,9 @@ class IslandSigner:
         prove nothing.
         """
         self.public = key.public
-        self._key, self._names, self._access = key, names, access or Access()
+        self._key = key
+        self._names = names
+        self._access = access or Access()
         self._purpose = f"{run_id}/commit"
         self._good: OrderedDict[tuple[str, bytes, str], None] = OrderedDict()
 

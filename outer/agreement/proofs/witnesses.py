@@ -44,7 +44,8 @@ class Witnesses:
         """
         islands = list(islands)
         counting = self._find_counting(islands, can_tell=True)
-        num_known, num_others = len(counting - {self.signer.public}), self.num_others
+        num_known = len(counting - {self.signer.public})
+        num_others = self.num_others
         are_most = num_known >= 2 and 2 * num_known > num_others
         if num_others == 0 or is_held_up or are_most:
             counting = self._find_counting(islands, can_tell=False)

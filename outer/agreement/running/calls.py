@@ -57,7 +57,9 @@ class OpenCalls:
         """Create an empty record. `call` sends a message to an island, with the message's
         encoded bytes, and processes the reply.
         """
-        self._peers, self._make, self._tasks = peers, call, Tasks()
+        self._peers = peers
+        self._make = call
+        self._tasks = Tasks()
         self._messages: dict[tuple[str, type[Message]], Message] = {}
         """The message that is being sent to an island now, by island and type of message."""
 

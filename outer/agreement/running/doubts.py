@@ -72,7 +72,8 @@ class Doubts:
 
     def report_refused(self, rejections: Rejections) -> None:
         """Log and count the claims to be ahead that were refused for lack of proof."""
-        refused, self.knowledge.claims.refused = self.knowledge.claims.refused, []
+        refused = self.knowledge.claims.refused
+        self.knowledge.claims.refused = []
         for island, why in refused:
             rejections.add(island, "proof", why)
 

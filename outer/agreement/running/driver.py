@@ -53,15 +53,23 @@ class ProtocolDriver:
         on_lost: Callable[[str, str], None] = lambda island, cause: None,
         rejections: Rejections | None = None,
     ) -> None:
-        self._on_wait, self._rejections = on_wait, rejections or Rejections()
-        self._protocol, self._knowledge = protocol, protocol.knowledge
-        self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
-        self._calls, self._changes = OpenCalls(peers, self._call), Changes(self._knowledge)
-        self._has_left, self._planned_at = False, 0.0
+        self._on_wait = on_wait
+        self._rejections = rejections or Rejections()
+        self._protocol = protocol
+        self._knowledge = protocol.knowledge
+        self._peers = peers
+        self._deadlines = peers.deadlines
+        self._on_no = on_no
+        self._calls = OpenCalls(peers, self._call)
+        self._changes = Changes(self._knowledge)
+        self._has_left = False
+        self._planned_at = 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines, lambda: peers.trouble)
-        self._missed, self._doubts = MissedRounds(self._knowledge), Doubts(self._knowledge)
-        send, changed = self._send_outbox, self._changes.add
+        self._missed = MissedRounds(self._knowledge)
+        self._doubts = Doubts(self._knowledge)
+        send = self._send_outbox
+        changed = self._changes.add
         self._detector = FailureDetector(protocol, peers, send, self._end_reduce_with, changed, on_lost)
         for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
@@ -91,8 +99,11 @@ class ProtocolDriver:
         self._send_outbox()
         on_sent()
         await self._detector.find_members()
-        grace, warned_at = GraceTimer(self._protocol, self._deadlines, self._missed), loop_time()
-        waits, started, planless_since = WaitReporter(loop_time(), self._on_wait), loop_time(), None
+        grace = GraceTimer(self._protocol, self._deadlines, self._missed)
+        warned_at = loop_time()
+        waits = WaitReporter(loop_time(), self._on_wait)
+        started = loop_time()
+        planless_since = None
         while True:
             await self._stop_if_left()
             self._detector.check_freeze()
@@ -131,14 +142,18 @@ class ProtocolDriver:
         self._protocol.vote(vote)
         self._send_outbox()
         on_sent()
-        started, plan, num_freezes = loop_time(), self._protocol.plan, self._deadlines.num_freezes
-        limit, waits = vote_limit(self._deadlines, started - self._planned_at), WaitReporter(started, self._on_wait)
+        started = loop_time()
+        plan = self._protocol.plan
+        num_freezes = self._deadlines.num_freezes
+        limit = vote_limit(self._deadlines, started - self._planned_at)
+        waits = WaitReporter(started, self._on_wait)
         assert plan is not None, "an island votes on the plan it takes part in"
         while True:
             # After a freeze all votes may have arrived although this island's own vote has reached no other island.
             self._detector.check_freeze()
             late = loop_time() - max(started, self._detector.woke_at) - limit
-            is_slow, is_over = late > -limit / 2, late > query_limit(self._deadlines)
+            is_slow = late > -limit / 2
+            is_over = late > query_limit(self._deadlines)
             outcome = self._protocol.conclude(is_late=late > 0, is_over=is_over, is_slow=is_slow)
             if outcome != "open":
                 break
@@ -181,7 +196,8 @@ class ProtocolDriver:
         """
         if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
-        num_ready, rules = self._protocol.coordination.num_ready, self._knowledge.rules
+        num_ready = self._protocol.coordination.num_ready
+        rules = self._knowledge.rules
         num_waiting = max(len(find_contributors(self._protocol)), num_ready)
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
         if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
@@ -239,7 +255,8 @@ class ProtocolDriver:
     # -- messages -------------------------------------------------------------------------------------------------
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
-        message, sender = await receive(model, body), source.island
+        message = await receive(model, body)
+        sender = source.island
         reply = self._protocol.receive(sender, message)
         self._detector.hear(sender)
         self._few.hear(sender)
@@ -260,12 +277,14 @@ class ProtocolDriver:
     def _send_outbox(self) -> None:
         """Send the protocol's messages, except for repetitions of a call that has not ended yet."""
         self._doubts.report_refused(self._rejections)
-        outbox, self._protocol.outbox = self._protocol.outbox, []
+        outbox = self._protocol.outbox
+        self._protocol.outbox = []
         self._calls.send(outbox)
 
     async def _call(self, island: str, message: Message, body: bytes) -> None:
         """Make the call for a message. A no vote goes to all ranks of the island, because each must end its reduce."""
-        kind, called_at = kind_of(type(message)), loop_time()
+        kind = kind_of(type(message))
+        called_at = loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:

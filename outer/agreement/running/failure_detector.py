@@ -96,7 +96,8 @@ class FailureDetector:
         """Queue this island's new status. No island waits for the first status of a run, so it
         goes to some islands, in turn.
         """
-        status, coordinator = self.protocol.knowledge.status, self.protocol.coordination.coordinator
+        status = self.protocol.knowledge.status
+        coordinator = self.protocol.coordination.coordinator
         if status.round == 0 and status.is_coming and coordinator is None:
             self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
         else:
@@ -109,7 +110,8 @@ class FailureDetector:
         """Return the islands to ping in this second, besides those that wait for this island's
         status.
         """
-        present, coordination = self.protocol.knowledge.present, self.protocol.coordination
+        present = self.protocol.knowledge.present
+        coordination = self.protocol.coordination
         if coordination.coordinator is None or not present:
             return frozenset()
         if coordination.is_mine:
@@ -118,7 +120,8 @@ class FailureDetector:
         return self._next_in_turn(1)
 
     def _next_in_turn(self, count: int) -> frozenset[str]:
-        names, first = sorted(self.protocol.knowledge.present), self._turn
+        names = sorted(self.protocol.knowledge.present)
+        first = self._turn
         self._turn += count
         return frozenset(names[(first + i) % len(names)] for i in range(min(count, len(names))))
 

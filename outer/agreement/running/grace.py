@@ -65,7 +65,9 @@ class GraceTimer:
     """Waiting time of one gathering. Times are in seconds on the event loop's clock."""
 
     def __init__(self, protocol: RoundProtocol, deadlines: Deadlines, missed: MissedRounds) -> None:
-        self._protocol, self._deadlines, self._missed = protocol, deadlines, missed
+        self._protocol = protocol
+        self._deadlines = deadlines
+        self._missed = missed
         self._since: float | None = None
         self._is_direct = protocol.coordination.is_direct
         self._num_absent = self._num_contributors = 0
@@ -105,8 +107,10 @@ class GraceTimer:
         return max(0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited)
 
     def _count(self) -> None:
-        awaited, own = self._protocol.knowledge.awaited, self._protocol.own
-        ready, num_ready = find_ready(self._protocol, awaited), self._protocol.coordination.num_ready
+        awaited = self._protocol.knowledge.awaited
+        own = self._protocol.own
+        ready = find_ready(self._protocol, awaited)
+        num_ready = self._protocol.coordination.num_ready
         contributors = [each for each in [*ready, *([own] if own else [])] if not each.listens]
         self._num_absent = max(0, len(awaited) + 1 - max(len(ready) + 1, num_ready))
         self._num_contributors = max(len(contributors), num_ready)
@@ -120,8 +124,10 @@ class HeldUpTimer:
     """
 
     def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
-        self._knowledge, self._deadlines = knowledge, deadlines
-        self._round, self._since = -1, 0.0
+        self._knowledge = knowledge
+        self._deadlines = deadlines
+        self._round = -1
+        self._since = 0.0
 
     def update(self, now: float, woke_at: float) -> None:
         """Update the flag. Call it while the island gathers. `now` and `woke_at` are as in
@@ -129,7 +135,8 @@ class HeldUpTimer:
         """
         number = self._knowledge.status.round
         if number != self._round:
-            self._round, self._since = number, now
+            self._round = number
+            self._since = now
         waited = now - max(self._since, woke_at)
         is_held_up = waited > held_up_limit(self._deadlines)
         if is_held_up and not self._knowledge.is_held_up:

@@ -37,9 +37,12 @@ class Peers:
         """
         self.members: dict[str, Member] = {}
         """Membership records of the other islands at the last `refresh`, by island."""
-        self._me, self._membership, self._config_hash = me, membership, config_hash
+        self._me = me
+        self._membership = membership
+        self._config_hash = config_hash
         self._texts = TextComparison(text)
-        self.messenger, self.deadlines = messenger, deadlines
+        self.messenger = messenger
+        self.deadlines = deadlines
         self.direct_addresses: dict[str, list[str]] = {}
         """Control addresses from the islands' own messages, used before those in their records, by island."""
         self._gone: dict[str, str] = {}
@@ -89,7 +92,8 @@ class Peers:
         """
         longest = MAX_REFUSAL_BYTES if answer is None else longest_reply(answer)
         for is_last in (False, True):
-            addresses, started = self.addresses(island), loop_time()
+            addresses = self.addresses(island)
+            started = loop_time()
             num_freezes = self.deadlines.num_freezes
             if not addresses:
                 raise PeerLost(island, "its address is not known")

@@ -24,7 +24,8 @@ class FewIslands:
         """Create a watcher. `why_unseen`: returns the reason why other islands' records may be
         invisible here, or "".
         """
-        self._knowledge, self._deadlines = knowledge, deadlines
+        self._knowledge = knowledge
+        self._deadlines = deadlines
         self._why_unseen = why_unseen
         self._met: set[str] = set()
         """Islands that took part in a commit and have not said goodbye."""
@@ -37,7 +38,8 @@ class FewIslands:
         """Warn, once per island, if an island from which a message has arrived begins with other
         parameters than this one.
         """
-        own, theirs = self._knowledge.status, self._knowledge.statuses.get(island)
+        own = self._knowledge.status
+        theirs = self._knowledge.statuses.get(island)
         if theirs is None or not (own.is_start and own.is_coming and theirs.is_start and theirs.is_coming):
             return
         if theirs.agrees_with(own):
@@ -55,7 +57,9 @@ class FewIslands:
 
         Raises QuorumError when the missing islands are not waited for any longer.
         """
-        present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
+        present = too_few.present
+        needed = too_few.needed
+        seconds = f"{waited:.0f} s"
         if too_few.is_start:
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands were here within {seconds}"
@@ -94,7 +98,8 @@ class FewIslands:
 
     def on_plan(self, plan: Plan) -> None:
         """Warn if a plan has fewer contributors than the quorum."""
-        present, quorum = len(plan.contributors), self._knowledge.rules.quorum
+        present = len(plan.contributors)
+        quorum = self._knowledge.rules.quorum
         if present < quorum:
             self._warn(f"BELOW QUORUM: {present} of {quorum} islands; outer.below_quorum is 'continue'")
 

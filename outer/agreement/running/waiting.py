@@ -22,13 +22,15 @@ class WaitReporter:
     """
 
     def __init__(self, started: float, on_wait: Callable[[Waiting | None], None]) -> None:
-        self._reported_at, self._on_wait = started, on_wait
+        self._reported_at = started
+        self._on_wait = on_wait
         self._has_reported = False
 
     def report(self, now: float, build: Callable[[], Waiting]) -> None:
         """Report the wait if it is time to do so. `now` is in seconds of the event loop's clock."""
         if now - self._reported_at >= REPORT_SECONDS:
-            self._reported_at, self._has_reported = now, True
+            self._reported_at = now
+            self._has_reported = True
             waiting = build()
             log.info("%s", waiting)
             self._on_wait(waiting)
@@ -47,7 +49,9 @@ def describe_gathering(
     island.
     """
     cause = f"{decision.present} of {decision.needed} islands are here" if isinstance(decision, TooFew) else ""
-    knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
+    knowledge = protocol.knowledge
+    excluded = protocol.gathering.excluded
+    islands = {}
     if knowledge.me in excluded:
         cause = f"this island is left out: {excluded[knowledge.me]}"
     if protocol.coordination.is_led:
@@ -66,7 +70,8 @@ def describe_gathering(
 
 def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waiting:
     """Return the islands whose vote, or whose receipt of this island's vote, is missing."""
-    votes, islands = protocol.vote_table.votes, {}
+    votes = protocol.vote_table.votes
+    islands = {}
     if not protocol.exchange.is_direct and plan.planner != protocol.knowledge.me:
         return Waiting(plan.round, "voting", seconds, {plan.planner: "it has not forwarded the votes of all"})
     for name in protocol.vote_table.pending(plan) - {protocol.knowledge.me}:
@@ -93,7 +98,8 @@ def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, s
 def _why_not_ready(protocol: RoundProtocol, name: str, losses: Mapping[str, str]) -> str:
     """Return why an island of the run takes no part in the gathering; empty if it does."""
     knowledge = protocol.knowledge
-    status, own = knowledge.statuses.get(name), knowledge.status
+    status = knowledge.statuses.get(name)
+    own = knowledge.status
     if name in knowledge.lost:
         return f"it is lost: {losses.get(name, 'it does not answer')}"
     if name not in knowledge.awaited:

@@ -52,7 +52,8 @@ async def open_dht_beside(meeting: Meeting, place: NodePlace, auth: PeerAuth) ->
 
     Raises InputError if the daemon does not start or no peer of the DHT answers.
     """
-    listen, announce = NOWHERE, None
+    listen = NOWHERE
+    announce = None
     if place.host is not None and not place.only_asks:
         listen, announce = choose_multiaddresses(place.host, place.port, place.announce_host)
     own = (place.identity_path, meeting.connect_seconds, "off", auth)

@@ -46,7 +46,8 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
         await messenger.accept(reader, writer, peer_id)
 
     messenger = StreamMessenger(run_id, me, dial, traffic, daemon.auth)
-    messenger.own_peer_id, messenger.find_hosts = daemon.peer_id, daemon.hosts_of
+    messenger.own_peer_id = daemon.peer_id
+    messenger.find_hosts = daemon.hosts_of
     messenger.address = str(daemon.address)
     await daemon.serve(stream_name(run_id, "control", me.rank), accept)
     return messenger
@@ -64,7 +65,10 @@ class HivemindMembership:
     def __init__(
         self, dht: DHTNode, daemon: Daemon, run_id: str, record_seconds: float, bootstrap: Sequence[str]
     ) -> None:
-        self._dht, self._daemon, self._run_id, self._auth = dht, daemon, run_id, daemon.auth
+        self._dht = dht
+        self._daemon = daemon
+        self._run_id = run_id
+        self._auth = daemon.auth
         self._record_seconds = record_seconds
         self._peers = bootstrap_addresses(bootstrap)
         """Addresses of bootstrap peers, by multiaddress, and addresses of islands, by name or by
@@ -79,7 +83,8 @@ class HivemindMembership:
         self._known: dict[str, Member] = {}
         self._search: asyncio.Task[dict[str, Member]] | None = None
         self._refreshing: list[asyncio.Task[None]] = []
-        self._wake, self._clocks = asyncio.Event(), ClockWatch()
+        self._wake = asyncio.Event()
+        self._clocks = ClockWatch()
 
     async def announce(self, member: Member) -> None:
         assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
@@ -130,7 +135,8 @@ class HivemindMembership:
         return await read_config(self._dht, self._run_id, self._auth.key, self._auth.island.public)
 
     async def leave(self) -> None:
-        own, self._own = self._own, None
+        own = self._own
+        self._own = None
         if own is not None:
             with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):  # the daemon may have died already
                 async with asyncio.timeout(RPC_SECONDS):

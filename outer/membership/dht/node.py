@@ -27,7 +27,8 @@ MAX_SUBKEY_LENGTH = 512
 MAX_KEY_BYTES = 1 << 21
 """Limit for all values under a key. An island reads all records of its run each second,
 including strangers' records."""
-MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 24
+MAX_ENTRIES = 1 << 14
+MAX_STORED_BYTES = 1 << 24
 """Limits for the entries that this node stores for others. Beyond them it stores nothing new;
 existing entries can be renewed.
 
@@ -55,7 +56,8 @@ async def open_dht(
         )
     except (P2PDaemonError, RuntimeError) as error:
         raise InputError(f"the DHT cannot be opened: {first_line(error)}") from None
-    dht.protocol.storage, dht.protocol.cache = BoundedStorage(), BoundedStorage()
+    dht.protocol.storage = BoundedStorage()
+    dht.protocol.cache = BoundedStorage()
     addresses = bootstrap_addresses(bootstrap).values()
 
     async def meet_any() -> bool:
@@ -84,7 +86,8 @@ class BoundedStorage(DHTLocalStorage):
         super().__init__()
         self._sizes: dict[tuple[Any, str | None], int] = {}  # bytes by key and subkey
         self._key_bytes: Counter[Any] = Counter()
-        self._num_bytes, self._counted_at = 0, 0.0
+        self._num_bytes = 0
+        self._counted_at = 0.0
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         if subkey is not None:
@@ -112,10 +115,13 @@ class BoundedStorage(DHTLocalStorage):
             self._count(now)
         size = self._sizes.get((key, subkey))
         more = len(value) - (size or 0)
-        of_key, total = self._key_bytes[key] + more, self._num_bytes + more
+        of_key = self._key_bytes[key] + more
+        total = self._num_bytes + more
         if of_key > MAX_KEY_BYTES or total > MAX_STORED_BYTES or (size is None and len(self._sizes) >= MAX_ENTRIES):
             return False
-        self._sizes[key, subkey], self._key_bytes[key], self._num_bytes = len(value), of_key, total
+        self._sizes[key, subkey] = len(value)
+        self._key_bytes[key] = of_key
+        self._num_bytes = total
         return True
 
     def _count(self, now: float) -> None:
@@ -127,7 +133,8 @@ class BoundedStorage(DHTLocalStorage):
                 self._sizes |= {(key, subkey): len(entry.value) for subkey, entry in value.items()}
             else:
                 self._sizes[key, None] = len(value)
-        self._key_bytes, self._counted_at = Counter(), now
+        self._key_bytes = Counter()
+        self._counted_at = now
         for (key, _), size in self._sizes.items():
             self._key_bytes[key] += size
         self._num_bytes = self._key_bytes.total()

@@ -36,7 +36,8 @@ class OwnedRecords(RecordValidatorBase):
         found = _parse_bytes(record.subkey)
         if found is None or record.expiration_time > get_dht_time() + MAX_AHEAD_SECONDS:
             return False
-        value, signature = record.value[:-SIGNATURE_BYTES], record.value[-SIGNATURE_BYTES:]
+        value = record.value[:-SIGNATURE_BYTES]
+        signature = record.value[-SIGNATURE_BYTES:]
         return verify(found[1], PURPOSE, _signed_bytes(record, value), signature)
 
     def sign_value(self, record: DHTRecord) -> bytes:

@@ -51,7 +51,8 @@ class AddressStore(dist.Store):
 
     def __init__(self, num_endpoints: int, offer: Callable[[str, bytes], None]) -> None:
         super().__init__()
-        self._num_endpoints, self._offer = num_endpoints, offer
+        self._num_endpoints = num_endpoints
+        self._offer = offer
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._cause: str | None = None
@@ -111,7 +112,9 @@ class AddressExchange:
 
     def begin(self, epoch: str) -> None:
         """Begin the group of an epoch. Pending answers about an earlier group end."""
-        self._epoch, self._own, self._is_built = epoch, None, False
+        self._epoch = epoch
+        self._own = None
+        self._is_built = False
         self._changed.notify()
 
     def offer(self, epoch: str, key: str, value: bytes) -> None:

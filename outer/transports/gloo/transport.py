@@ -40,8 +40,11 @@ class GlooTransport:
         check_listen_host(listen_host)
         allow_many_files()  # Strangers may connect while a group is built.
         self.max_payload_bytes = MAX_PAYLOAD_BYTES  # gloo delivers into buffers of the expected size only
-        self.traffic, self.address = traffic, f"gloo:{me}@{messenger.address}"
-        self._me, self._listen_host, self._connect_seconds = me, listen_host, connect_seconds
+        self.traffic = traffic
+        self.address = f"gloo:{me}@{messenger.address}"
+        self._me = me
+        self._listen_host = listen_host
+        self._connect_seconds = connect_seconds
         self._exchange = AddressExchange(messenger)
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
@@ -74,8 +77,10 @@ class GlooTransport:
         return payload
 
     async def disconnect(self) -> None:
-        group, ranks = self._group, self._ranks
-        self._group, self._ranks = None, {}
+        group = self._group
+        ranks = self._ranks
+        self._group = None
+        self._ranks = {}
         if group is not None:
             await in_thread(lambda: _break_pairs(group, [r for e, r in ranks.items() if e != self._me]))
 

@@ -71,17 +71,22 @@ class TlsStream:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = owner.tls.server if is_acceptor else owner.tls.client
         self._socket = context.wrap_socket(connection, server_side=is_acceptor, do_handshake_on_connect=False)
-        self.peer, self.peer_key, self.run = peer, "", owner.run
+        self.peer = peer
+        self.peer_key = ""
+        self.run = owner.run
         self.peer_ids: PeerIds | None = None  # no libp2p here
         self.certificate = owner.tls.certificate if is_acceptor else ""
-        self._owner, self._loop = owner, asyncio.get_running_loop()
-        self._writing, self._calling = asyncio.Lock(), asyncio.Lock()
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._writing = asyncio.Lock()
+        self._calling = asyncio.Lock()
         """One lock for a whole frame, and one for OpenSSL's state of the connection, which
         allows one call at a time."""
         self._waits: dict[Direction, asyncio.Future[None]] = {}
         self._guard = threading.Lock()
         self._is_closed = self._is_in_thread = False
-        self._wakes_at, self.bytes_sent = 1, 0
+        self._wakes_at = 1
+        self.bytes_sent = 0
 
     async def handshake(self) -> None:
         """Begin TLS 1.3. Raises MessageError if the other side does not begin it, and
@@ -97,7 +102,8 @@ class TlsStream:
 
     async def write(self, header: Header, payload: memoryview | bytes) -> None:
         """Send one frame, set its `num_bytes`, and return when it has left this process. Raises ConnectionError."""
-        raw, view = pack_header(replace(header, num_bytes=len(payload)), self.run), memoryview(payload)
+        raw = pack_header(replace(header, num_bytes=len(payload)), self.run)
+        view = memoryview(payload)
         async with self._writing:
             try:
                 if len(view) <= THREAD_BYTES:

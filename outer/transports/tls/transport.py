@@ -53,11 +53,14 @@ class TlsTransport(StreamTransport):
         """
         super().__init__(me, auth, traffic, "", connect_seconds)
         self._dialer = dialer or Dialer()
-        self._num_streams, self._round = num_streams, -1
+        self._num_streams = num_streams
+        self._round = -1
         self._addresses: Mapping[Endpoint, str] = {}
-        self._threads, self._sizes = WaitingThreads(), set[int]()
+        self._threads = WaitingThreads()
+        self._sizes = set[int]()
         self._owner = StreamOwner(tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate)
-        self._listener, self._renewals = Listener(self._accept), Tasks()
+        self._listener = Listener(self._accept)
+        self._renewals = Tasks()
 
     async def open(self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()) -> None:
         """Accept connections on a host and port (0: any free port). Call this once. Raises OSError.
@@ -66,7 +69,8 @@ class TlsTransport(StreamTransport):
         passed to `accept`.
         """
         allow_many_files()  # Strangers may connect.
-        port, key = await self._listener.open(host, port), self._auth.island.public
+        port = await self._listener.open(host, port)
+        key = self._auth.island.public
         self.address = build_address(key, announced_host, port, relays, self._me.rank, "payloads")
 
     def accept(self, connection: socket.socket) -> None:

@@ -58,7 +58,10 @@ class JoinBench:
     """Islands in separate network namespaces."""
 
     def __init__(self, namespaces: list[Namespace], kind: str, num_params: int, folder: Path) -> None:
-        self._namespaces, self._kind, self._num_params, self._folder = namespaces, kind, num_params, folder
+        self._namespaces = namespaces
+        self._kind = kind
+        self._num_params = num_params
+        self._folder = folder
         self.started: list[Child] = []
         self._bootstrap = ""
 
@@ -139,7 +142,9 @@ def _join(net: JoinBench, newcomers: list[int], num_params: int) -> list[Join]:
 
 def _build_join(net: JoinBench, index: int, before: list[Event], num_params: int) -> Join:
     events = {event["event"]: event for event in reversed(net.events(index))}
-    began, entered, first = events["began"], events["entered"], events["round"]
+    began = events["began"]
+    entered = events["entered"]
+    first = events["round"]
     commits = [event["time"] for event in net.rounds(0)]
     # Rounds that overlap the time from the start of the joiner until it had its state.
     spans = [(a, b) for a, b in itertools.pairwise(commits) if b > began["time"] and a < entered["time"]]

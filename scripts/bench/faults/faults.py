@@ -38,7 +38,8 @@ from tests.faults.storm import StormSettings, run_storm  # noqa: E402
 TRANSPORTS = ("gloo", "tls", "hivemind")
 TARGETS = {"gloo": 0.3, "tls": 0.3, "hivemind": 0.5}
 """Target for the stall after a kill, in seconds, on an idle machine with two cores."""
-STORM_ISLANDS, STORM_RATE = 5, 5.0
+STORM_ISLANDS = 5
+STORM_RATE = 5.0
 Figures = dict[str, Any]
 
 
@@ -54,8 +55,11 @@ def show_stall(transport: str, args: argparse.Namespace) -> Figures:
 
 
 def _print_stall(begin: str, stall: Stall, target: float) -> None:
-    quiet, killed = stall.quiet, stall.killed
-    usual, middle, noise = median(quiet.rounds), median(stall.stalls), stall.noise
+    quiet = stall.quiet
+    killed = stall.killed
+    usual = median(quiet.rounds)
+    middle = median(stall.stalls)
+    noise = stall.noise
     indent = " " * len(begin)
     print(
         f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of {usual:.2f} s, of which "
@@ -164,7 +168,8 @@ def main() -> None:
     has_failed = False
     for name in args.figures or FIGURES:
         for transport in args.transports:
-            before, started = os.getloadavg()[0], time.monotonic()
+            before = os.getloadavg()[0]
+            started = time.monotonic()
             try:
                 measured[f"{name} {transport}"] = FIGURES[name](transport, args)
             except (FaultBenchError, AssertionError) as error:

@@ -77,7 +77,8 @@ class Run:
     @property
     def counts(self) -> dict[str, int]:
         """The number of events of each kind that must not happen."""
-        found, account = self.outcome, self.outcome["account"]
+        found = self.outcome
+        account = self.outcome["account"]
         return {
             "hangs": len(found["hangs"]),
             "exits of healthy islands": len(found["exits"]),

@@ -108,7 +108,9 @@ def compare_shards(folder: Path, repeat: int) -> None:
     options = StreamOptions(round(12 * 2 * SHARD_TOKENS), 2, 60, [])
     corpus = open_streamed(config.data.model_copy(update=place), folder / "shards", options)
     batches = IslandBatches(corpus, config.data.seq_len, config.seed, 1, per_step)
-    step, model, read = build_trainer_step(config, batches), [], []
+    step = build_trainer_step(config, batches)
+    model = []
+    read = []
     for number in range(repeat):
         model.append(1 / time_action(step))
         steps = range(number * STEPS, (number + 1) * STEPS)
@@ -158,7 +160,8 @@ def time_action(action: Callable[[], object], clock: Callable[[], float] = time.
 
 def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
     """Print the time of datasets.map relative to prepare, by number of processes."""
-    text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
+    text = folder / "text.jsonl"
+    tokenizer = folder / "tokenizer.json"
     write_text(text, args.megabytes * 10**6)
     train_tokenizer(text, tokenizer)
     import datasets  # noqa: F401 -- imported here so that its import is not measured

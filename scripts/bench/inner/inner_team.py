@@ -76,7 +76,8 @@ def start_processes(case: ModelCase, what: str, num_processes: int) -> Iterator[
     """Start a contestant's processes and build its training loop. They are killed at exit."""
     # CUDA does not survive a fork. On the CPU a fork saves importing torch in each process.
     start = multiprocessing.get_context("fork") if case.device == "cpu" else multiprocessing.get_context("spawn")
-    processes, pipes = [], []
+    processes = []
+    pipes = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(num_processes):
@@ -128,7 +129,8 @@ def _build(case: ModelCase, what: str, rank: int, folder: str) -> TrainingLoop:
 
 def timed_step(contestant: TrainingLoop, number: int) -> StepCost:
     """Make one step and measure its cost."""
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
+    wall = time.perf_counter()
     loss = contestant.step(number)
     _synchronize()
     return StepCost(loss, time.process_time() - cpu, time.perf_counter() - wall)
@@ -140,14 +142,16 @@ def split_step(contestant: TrainingLoop, number: int) -> dict[str, float]:
     Each phase is synchronized, so on a GPU their sum exceeds a normal step.
     """
     spent = dict.fromkeys(PHASES, 0.0)
-    phase, since = "rest", time.process_time()
+    phase = "rest"
+    since = time.process_time()
 
     def enter(name: str, *_: object) -> None:
         nonlocal phase, since
         _synchronize()
         now = time.process_time()
         spent[phase] += now - since
-        phase, since = name, now
+        phase = name
+        since = now
 
     hooks = [
         contestant.model.register_forward_pre_hook(partial(enter, "forward"), prepend=True),

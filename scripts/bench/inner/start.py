@@ -60,7 +60,8 @@ class Clock:
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             result = function(*args, **options)
             self.phases.setdefault(name, (time.perf_counter() - wall, time.process_time() - cpu))
             return result
@@ -69,7 +70,8 @@ class Clock:
 
     def result(self) -> dict[str, tuple[float, float]]:
         """Return all phases, and the rest of the time so far as `other`."""
-        wall, cpu = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        wall = time.perf_counter() - self._begun[0]
+        cpu = time.process_time() - self._begun[1]
         known = [sum(spent[index] for spent in self.phases.values()) for index in range(2)]
         return self.phases | {"other": (wall - known[0], cpu - known[1])}
 
@@ -123,7 +125,8 @@ def main() -> None:
     from outer.membership.rendezvous import serve_rendezvous
 
     with tempfile.TemporaryDirectory() as name:
-        folder, rendezvous = Path(name), serve_rendezvous("127.0.0.1", 0)
+        folder = Path(name)
+        rendezvous = serve_rendezvous("127.0.0.1", 0)
         (folder / "start.yaml").write_text(CONFIG)
         results = [measure(folder, rendezvous.address, number) for number in range(arguments.repeats + 1)][1:]
         rendezvous.close()

@@ -49,18 +49,22 @@ class Island:
     """An island of one rank that reduces and audits."""
 
     def __init__(self, hub: Hub, name: str, config: OuterConfig, space: Space, names: KnownNames) -> None:
-        self.name, self.me, key = name, Endpoint(name, 0), IslandKey(hashlib.sha256(name.encode()).digest())
+        self.name = name
+        self.me = Endpoint(name, 0)
+        key = IslandKey(hashlib.sha256(name.encode()).digest())
         names.claim(name, key.public)
         self.transport = LoopbackTransport(hub, "bench", self.me, GUARD_SECONDS)
         self.messenger = LoopbackMessenger(hub, "bench", self.me, self.transport.traffic)
         kept = KeptPayloads(Commitments(key, names)) if config.audit > 0 else None
         reducer = Reducer(self.transport, build_codec_choice(config), space, self.me, config=config.merge, kept=kept)
-        deadlines, auditor = Deadlines(GUARD_SECONDS), None
+        deadlines = Deadlines(GUARD_SECONDS)
+        auditor = None
         if kept is not None:
             kept.serve(self.messenger)
             shown = (kept.commitments, reducer.payloads, config.merge, self.messenger, deadlines)
             auditor = Auditor(config.audit, self.me, *shown)
-        self.attempts, self.kept = Attempts(self.transport, reducer, deadlines, auditor), kept
+        self.attempts = Attempts(self.transport, reducer, deadlines, auditor)
+        self.kept = kept
 
     def ready(self, round_number: int, space: Space) -> Ready:
         return Ready(
@@ -122,7 +126,8 @@ async def _measure(
     All are means per island and round, except for the wall seconds, which are per round.
     """
     space = build_space([Weight("w", (num_elements,))], config)
-    hub, names = Hub(), KnownNames()
+    hub = Hub()
+    names = KnownNames()
     islands = [Island(hub, f"island-{index}", config, space, names) for index in range(num_islands)]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(num_elements, generator=generator)
@@ -130,7 +135,8 @@ async def _measure(
     num_audited = num_kept = started = cpu_started = sent_before = 0
     for number in range(1 + num_rounds):
         if number == 1:
-            started, cpu_started = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
+            cpu_started = time.process_time()
             sent_before = sum(island.transport.traffic.bytes_sent for island in islands)
         plan = Plan(round=number, attempt=0, planner="island-0", participants=[i.ready(number, space) for i in islands])
         means = await asyncio.gather(*(island.attempts.run(plan, pseudo_grads) for island in islands))
@@ -140,7 +146,9 @@ async def _measure(
         for island, mean in zip(islands, means, strict=True):
             island.attempts.reducer.commit(number, mean)
     sent = sum(island.transport.traffic.bytes_sent for island in islands) - sent_before
-    cpu, wall, each = time.process_time() - cpu_started, time.perf_counter() - started, num_islands * num_rounds
+    cpu = time.process_time() - cpu_started
+    wall = time.perf_counter() - started
+    each = num_islands * num_rounds
     return cpu / each, wall / num_rounds, sent / each, num_audited / each, num_kept / each
 
 

@@ -23,7 +23,8 @@ from diloco.network_emulation.namespaces import Namespace
 PORT = 7001
 ECHOES = 100
 PAUSE_SECONDS = 0.003
-WARM_SECONDS, SECONDS = 2.0, 5.0
+WARM_SECONDS = 2.0
+SECONDS = 5.0
 GUARD_SECONDS = 60.0
 CHUNK = 1 << 18
 received_bytes = 0
@@ -45,7 +46,8 @@ def answer(connection: socket.socket) -> None:
     global received_bytes
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        kind, buffer = connection.recv(1), bytearray(CHUNK)
+        kind = connection.recv(1)
+        buffer = bytearray(CHUNK)
         if kind == b"t":
             connection.sendall(str(received_bytes).encode())
             return
@@ -63,7 +65,8 @@ def measure(host: str, connections: int) -> None:
         threading.Thread(target=send, args=(host,), daemon=True).start()
     time.sleep(WARM_SECONDS)
     print("warm", flush=True)
-    before, started_at = query_received_bytes(host), time.monotonic()
+    before = query_received_bytes(host)
+    started_at = time.monotonic()
     loaded: list[float] = []
     while time.monotonic() - started_at < SECONDS:
         loaded += round_trips(host, 2)
@@ -137,7 +140,8 @@ def measure_link(text: str, num_islands: int, connections: int) -> str:
             processes += clients
             for client in clients:
                 read_words(client)
-            before, began = [count_bytes(net, place)[0] for place in places], time.monotonic()
+            before = [count_bytes(net, place)[0] for place in places]
+            began = time.monotonic()
             time.sleep(SECONDS - 0.5)
             up = [count_bytes(net, place)[0] - b for place, b in zip(places, before, strict=True)]
             share = min(up) * 8 / (time.monotonic() - began) / link.rate

@@ -42,7 +42,8 @@ class OurNetwork:
         is_missing = NETWORKS[kind].meets_at == "rendezvous" and not spec.bootstrap
         self._rendezvous = serve_rendezvous(spec.host, 0) if is_missing else None
         self.bootstrap = spec.bootstrap if self._rendezvous is None else [self._rendezvous.address]
-        self.loop, name = EventLoopThread(), f"island-{spec.index}"
+        self.loop = EventLoopThread()
+        name = f"island-{spec.index}"
         settings = NetworkSettings(
             run_id="bench",
             island=name,
@@ -74,8 +75,10 @@ class OurReduce:
 
     def __init__(self, kind: str, spec: IslandSpec, tls_streams: int = 1) -> None:
         self._own = OurNetwork(kind, spec, tls_streams)
-        self.bootstrap, self.address = self._own.bootstrap, self._own.address
-        codec, values = build_codec(spec.codec), spec.values()
+        self.bootstrap = self._own.bootstrap
+        self.address = self._own.address
+        codec = build_codec(spec.codec)
+        values = spec.values()
         part_elements = choose_part_elements(spec.num_params)
         self._space = Space([_TensorSpec("all", (spec.num_params,))], part_elements, codec.block_elements)
         me = Endpoint(f"island-{spec.index}", 0)
@@ -130,8 +133,10 @@ class OurSync:
     """Our outer loop: snapshot, plan, reduce, outer step, digest of the state, vote, merge."""
 
     def __init__(self, kind: str, spec: IslandSpec) -> None:
-        self._own, self._name = OurNetwork(kind, spec), f"island-{spec.index}"
-        self.bootstrap, self.address = self._own.bootstrap, self._own.address
+        self._own = OurNetwork(kind, spec)
+        self._name = f"island-{spec.index}"
+        self.bootstrap = self._own.bootstrap
+        self.address = self._own.address
         settings = {"transport": kind, "codec": spec.codec, "start_islands": spec.num_islands, "rounds": MANY_ROUNDS}
         self._config = OuterConfig.model_validate(settings | {"optimizer": OUTER})
         shapes = build_shapes(spec.num_params)
@@ -140,7 +145,8 @@ class OurSync:
 
     def connect(self, addresses: list[str]) -> None:
         """Enter the run together with the others."""
-        identity, own = identity_of(self._name), self._own
+        identity = identity_of(self._name)
+        own = self._own
         self._outer = build_loop(self._config, identity, self._params, RankGroup(), own.network, own.loop)
         self._outer.begin()
 

@@ -151,7 +151,8 @@ def main() -> None:
     if os.geteuid() != 0 and any(LINKS[link] for link in args.links):
         print("shaped links use network namespaces, which need root: only loopback is measured (or use sudo)")
         args.links = [link for link in args.links if LINKS[link] is None]
-    started_at, load = time.monotonic(), os.getloadavg()[0]
+    started_at = time.monotonic()
+    load = os.getloadavg()[0]
     try:
         rows = asyncio.run(bench(args))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -103,7 +103,8 @@ def main() -> None:
 def _run(contestant: Contestant, command: Message) -> Message:
     # All processes share the machine's monotonic clock, so all islands start together.
     time.sleep(max(command["at"] - time.monotonic(), 0.0))
-    before, cpu = contestant.sent_bytes(), cpu_seconds()
+    before = contestant.sent_bytes()
+    cpu = cpu_seconds()
     contestant.run(command["timeout"])
     reply = {"ended": time.monotonic(), "cpu": cpu_seconds() - cpu}
     after = contestant.sent_bytes()

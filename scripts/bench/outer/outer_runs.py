@@ -200,7 +200,8 @@ async def _repeat(case: LinkCase, islands: Sequence[Island], row: Row, *, is_war
 
     The first run opens connections, and counts only if its result is wrong.
     """
-    rate, per_param = LINKS[case.link], 1 / case.num_islands / case.num_params
+    rate = LINKS[case.link]
+    per_param = 1 / case.num_islands / case.num_params
     timeout = 60 + 20 * (ideal_seconds(row, case.num_params, rate) if rate else 0)
     await _ask_all(islands, do="prepare")
     before = case.sent_bytes()

@@ -23,7 +23,8 @@ class Torch:
     DTYPES: ClassVar = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     def __init__(self, seat: IslandSpec) -> None:
-        self._seat, self._own = seat, seat.values().to(self.DTYPES[seat.codec])
+        self._seat = seat
+        self._own = seat.values().to(self.DTYPES[seat.codec])
         self._store, self.bootstrap = open_store(seat)
         self.address = ""
 
@@ -55,7 +56,9 @@ class Averager:
     def __init__(self, seat: IslandSpec) -> None:
         import hivemind
 
-        self._hivemind, self._seat, self._own = hivemind, seat, seat.values()
+        self._hivemind = hivemind
+        self._seat = seat
+        self._own = seat.values()
         # hivemind's 8-bit codecs call int() on arrays of one element, which numpy 2.4 refuses.
         hivemind.compression.quantization.int = lambda value: getattr(value, "item", lambda: int(value))()
         self._dht = hivemind.DHT(
@@ -121,7 +124,8 @@ class PlainSync:
 
     def __init__(self, spec: IslandSpec) -> None:
         self._group = Torch(spec)
-        self.bootstrap, self.address = self._group.bootstrap, ""
+        self.bootstrap = self._group.bootstrap
+        self.address = ""
         self._num_islands = spec.num_islands
         self._params = [torch.nn.Parameter(torch.zeros(shape)) for shape in build_shapes(spec.num_params).values()]
         self._optimizer = torch.optim.SGD(self._params, **OUTER)

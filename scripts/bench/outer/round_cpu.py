@@ -93,12 +93,16 @@ def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[]
     for _ in range(WARM_ROUNDS):
         run_round()
     times.reset()
-    cpu, wall, num_params = time.process_time(), time.monotonic(), sum(t.numel() for t in tensors.values())
+    cpu = time.process_time()
+    wall = time.monotonic()
+    num_params = sum(t.numel() for t in tensors.values())
     for _ in range(seat.num_rounds):
         run_round()
     each = seat.num_rounds * num_params
-    cpu, wall = time.process_time() - cpu, time.monotonic() - wall
-    held, peak = _memory("VmRSS") - before, _memory("VmHWM") - before
+    cpu = time.process_time() - cpu
+    wall = time.monotonic() - wall
+    held = _memory("VmRSS") - before
+    peak = _memory("VmHWM") - before
     stages = {stage: seconds / each * 1e9 for stage, seconds in times.seconds.items()}
     return Cost(cpu / each * 1e9, wall / each * 1e9, held / num_params, peak / num_params, stages)
 
@@ -134,7 +138,8 @@ def run_ours(seat: Seat, before: int) -> Cost:
     config = OuterConfig.model_validate(
         {"transport": transport, "codec": codec, "start_islands": seat.num_islands, "rounds": rounds}
     )
-    name, loop = f"island-{seat.index}", EventLoopThread()
+    name = f"island-{seat.index}"
+    loop = EventLoopThread()
     where = NetworkSettings("bench", name, 0, [seat.bootstrap], island_key=key_of(name), connect_seconds=60)
     network = loop.run(open_network(transport, where))
     params = FakeParams(build_params(seat.num_params))

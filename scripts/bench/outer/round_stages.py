@@ -52,7 +52,8 @@ class StageTimes:
         @functools.wraps(function)
         def run(*args: Any, **named: Any) -> Any:
             outside = getattr(self._inner, "seconds", 0.0)
-            self._inner.seconds, started = 0.0, time.thread_time()
+            self._inner.seconds = 0.0
+            started = time.thread_time()
             try:
                 return function(*args, **named)
             finally:

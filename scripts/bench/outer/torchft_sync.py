@@ -59,7 +59,8 @@ class TorchftSync:
     """torchft's DiLoCo. It synchronises after each step of an inner optimizer without gradients."""
 
     def __init__(self, spec: IslandSpec) -> None:
-        self._spec, self.address = spec, ""
+        self._spec = spec
+        self.address = ""
         self._lighthouse = None if spec.bootstrap else start_lighthouse(spec.num_islands)
         self.bootstrap = spec.bootstrap or [spec.host]
         params = [torch.nn.Parameter(torch.zeros(shape)) for shape in build_shapes(spec.num_params).values()]

@@ -88,7 +88,8 @@ def parse_arguments() -> argparse.Namespace:
 def row(size: Size, num_islands: int, outer: OuterConfig, link: LinkSpeed) -> list[str]:
     """Return the cells of one row."""
     outer = outer.model_copy(update={"start_islands": num_islands})
-    degrees, specs = size.degrees, param_specs(PRESETS[size.preset])
+    degrees = size.degrees
+    specs = param_specs(PRESETS[size.preset])
     num_parts = len(build_space(specs, outer).parts)
     case = Case(
         outer=outer,

@@ -69,14 +69,16 @@ def parse_arguments() -> argparse.Namespace:
 
 async def measure(num_islands: int, rounds: int, round_seconds: float) -> tuple[float, float]:
     """Return the bytes that an island receives, and the processor seconds of all, per round."""
-    served, chance = serve_rendezvous("127.0.0.1", 0), random.Random(0)
+    served = serve_rendezvous("127.0.0.1", 0)
+    chance = random.Random(0)
     seats = [take_seat(f"island-{number}", served.address) for number in range(num_islands)]
     try:
         for seat in seats:
             await seat.membership.connect(START_SECONDS)
             await seat.membership.announce(seat.member)
         await until_known(seats)
-        received, cpu = sum(seat.traffic.bytes_received for seat in seats), time.process_time()
+        received = sum(seat.traffic.bytes_received for seat in seats)
+        cpu = time.process_time()
         for number in range(rounds):
             pause = asyncio.create_task(asyncio.sleep(round_seconds))
             digest = f"{number:032x}"
@@ -90,7 +92,8 @@ async def measure(num_islands: int, rounds: int, round_seconds: float) -> tuple[
 
 
 def take_seat(name: str, address: str) -> Seat:
-    traffic, auth = Traffic(), PeerAuth(island=IslandKey.generate())
+    traffic = Traffic()
+    auth = PeerAuth(island=IslandKey.generate())
     member = Member(
         island=name,
         incarnation="0" * 16,

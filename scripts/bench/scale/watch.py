@@ -51,7 +51,8 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
     metrics = Metrics(folder / name / "metrics.jsonl")
     for number in rounds:
         end = start + number * ROUND_SECONDS
-        loss, tokens = 2.0 + 4.0 / (1 + number), 4096 * (number + 1)
+        loss = 2.0 + 4.0 / (1 + number)
+        tokens = 4096 * (number + 1)
         step = StepRecord(
             step=number + 1,
             tokens=tokens,

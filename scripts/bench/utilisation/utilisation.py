@@ -45,7 +45,8 @@ from scripts.bench.utilisation.utilisation_runs import (
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 BLOCKING_SHARE = 0.3
 """--overlap: cost of a blocking round relative to its inner steps."""
-SEGMENT_BYTES, HEADER_BYTES = 1448, 66
+SEGMENT_BYTES = 1448
+HEADER_BYTES = 66
 """Bytes of TCP payload in a frame, and of the headers of Ethernet, IP and TCP with time stamps."""
 PREAMBLE_BYTES = 48
 """Bytes of gloo's small messages. A payload needs one in each direction and one in front."""
@@ -78,7 +79,9 @@ class ComparisonRow:
         return self.utilisation / self.predicted.utilisation
 
     def __str__(self) -> str:
-        run, outer, predicted = self.run, self.run.config, self.predicted
+        run = self.run
+        outer = self.run.config
+        predicted = self.predicted
         predicted_round = (
             predicted.total_seconds - predicted.compute_seconds - predicted.copy_seconds + predicted.hidden_seconds
         )
@@ -180,7 +183,8 @@ def count_products(seconds: float, sample: int = 500) -> int:
 
 def print_overlap(args: argparse.Namespace) -> None:
     """Print the share of a blocking round's cost that each delay hides."""
-    num_islands, inner_steps = args.islands[0], 64
+    num_islands = args.islands[0]
+    inner_steps = 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
     # A round must land before the next one is launched.
     delays = [(count, delay) for count in args.fragments for delay in args.delays if delay <= inner_steps // count]
@@ -240,8 +244,10 @@ def wire_byte_terms(run: PlannedRun) -> tuple[float, float, float, float]:
 
     They are payloads, gloo's messages, frame headers and acknowledgements.
     """
-    outer, islands = run.config, run.num_islands
-    codecs, specs = build_codec_choice(outer), run.case.specs
+    outer = run.config
+    islands = run.num_islands
+    codecs = build_codec_choice(outer)
+    specs = run.case.specs
     space = build_space(specs, outer)
     payload_bytes = sum(fragment.sent_bytes for fragment in round_bytes(outer, specs, islands))
     payloads = sum((islands - 1) * (1 if codecs.gathers(part) else 2 / islands) for part in space.parts)

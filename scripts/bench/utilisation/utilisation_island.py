@@ -83,14 +83,19 @@ class IslandLoop:
     """The training loop of one task, in the order of diloco/island.py."""
 
     def __init__(self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None) -> None:
-        self._task, self._number, self._outer, self._params, self._place = task, number, outer, params, place
+        self._task = task
+        self._number = number
+        self._outer = outer
+        self._params = params
+        self._place = place
         self._config = task.config
         self._launch_seconds = self._stepped_seconds = 0.0
         self._factor = torch.rand(PRODUCT_DIM, PRODUCT_DIM)
 
     def run(self) -> None:
         """Run all rounds."""
-        outer, rounds = self._outer, self._config.num_rounds
+        outer = self._outer
+        rounds = self._config.num_rounds
         outer.begin()
         while outer.position.round < rounds:
             if outer.round < rounds:
@@ -108,10 +113,12 @@ class IslandLoop:
         Steps after a late one are shortened to make up for it, unless the outer loop caused the
         delay.
         """
-        outer, steps = self._outer, self._outer.inner_steps()
+        outer = self._outer
+        steps = self._outer.inner_steps()
         due_at = time.monotonic()
         for done in range(1, steps + 1):
-            due_at, started_at = due_at + self._task.step_seconds, time.monotonic()
+            due_at = due_at + self._task.step_seconds
+            started_at = time.monotonic()
             self._params.values[done % len(self._params.values)].add_(1e-3)
             multiply(self._factor, self._task.products)
             if not self._task.products:
@@ -125,7 +132,8 @@ class IslandLoop:
 
     def land(self) -> None:
         """Wait for the round in flight and print its timing."""
-        launch_seconds, started_at = self._launch_seconds, time.monotonic()
+        launch_seconds = self._launch_seconds
+        started_at = time.monotonic()
         landing = self._outer.land()
         ended_at = time.monotonic()
         report = landing.reports[-1]
@@ -172,7 +180,9 @@ def main() -> None:
 
 def run_task(seat: TimedIslandSpec, number: int, task: Task) -> None:
     """Run one task with its own network and params."""
-    config, name, loop = task.config, f"island-{seat.index}", EventLoopThread()
+    config = task.config
+    name = f"island-{seat.index}"
+    loop = EventLoopThread()
     where = NetworkSettings(
         f"bench-{number}",
         name,

@@ -34,17 +34,20 @@ from scripts.bench.wallclock.wallclock_rivals import Machine, Rival, open_ddp
 
 def train(machine: Machine, rival: Rival, metrics: Metrics) -> None:
     """Make all steps of the run and record them. Every machine calls it together."""
-    run, params = machine.run, list(machine.model.parameters())
+    run = machine.run
+    params = list(machine.model.parameters())
     read = build_reader(machine, rival)
     for step in range(run.total_steps):
-        windows, started_at = read(step), time.time()
+        windows = read(step)
+        started_at = time.time()
         loss, tokens = backward(machine, rival, windows)
         clip = run.optimizer.clip_norm
         norm = nn.utils.clip_grad_norm_(params, float("inf") if clip is None else clip).item()
         lr = lr_at(step, run.total_steps, run.optimizer)
         set_lr([machine.optimizer], lr)
         machine.optimizer.step()
-        ended_at, seconds = time.time(), machine.stepped_at - started_at
+        ended_at = time.time()
+        seconds = machine.stepped_at - started_at
         machine.optimizer.zero_grad()
         metrics.write(
             StepRecord(
@@ -68,7 +71,9 @@ def build_reader(machine: Machine, rival: Rival) -> Callable[[int], list[torch.T
 
     Together, the machines of either kind of rival read the same sequences.
     """
-    size, rank, count = machine.island.micro_batch, machine.rank, machine.count
+    size = machine.island.micro_batch
+    rank = machine.rank
+    count = machine.count
     if rival.is_data_parallel:
         shared = machine.batches(1)
         return lambda step: shared.micro_batches(step, rank, count, size)
@@ -83,7 +88,8 @@ def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tup
     """
     seq_len = machine.run.data.seq_len
     cut = Cutter(torch.arange(seq_len), seq_len, eos_of(machine))
-    tokens, total = sum(map(num_targets, windows)), 0.0
+    tokens = sum(map(num_targets, windows))
+    total = 0.0
     for number, window in enumerate(windows):
         tokens_BS, targets_BS, packing = cut(window)
         with nullcontext() if number == len(windows) - 1 else rival.no_sync():
@@ -140,7 +146,8 @@ def main() -> None:
     kind, path, *overrides = sys.argv[1:]
     end_with_parent()
     torch.set_num_threads(1)
-    config, rank = load_config(path, overrides), int(os.environ["RANK"])
+    config = load_config(path, overrides)
+    rank = int(os.environ["RANK"])
     machine = Machine(config.run, config.for_island(rank), rank, int(os.environ["WORLD_SIZE"]))
     try:
         with open_rival(kind, machine) as rival:

@@ -30,7 +30,10 @@ class Machine:
     """One machine: its model, optimizer and text, and its place among the others."""
 
     def __init__(self, run: RunConfig, island: IslandConfig, rank: int, count: int) -> None:
-        self.run, self.island, self.rank, self.count = run, island, rank, count
+        self.run = run
+        self.island = island
+        self.rank = rank
+        self.count = count
         self.corpus: Corpus = load_corpus(run, island)
         self.model = build_model(run, self.corpus)
         names = [name for name, _ in self.model.named_parameters()]

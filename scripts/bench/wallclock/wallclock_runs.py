@@ -97,7 +97,8 @@ def run_machines(run: WallclockRun, start_one: StartMachine) -> WallclockResult 
         TemporaryDirectory(prefix="wallclock-") as name,
         open_linked_namespaces(MACHINES, parse_link(run.link)[1]) as namespaces,
     ):
-        folder, ranks = Path(name), []
+        folder = Path(name)
+        ranks = []
         try:
             for number in range(MACHINES):
                 ranks.append(start_one(namespaces, number, run.arguments, folder))

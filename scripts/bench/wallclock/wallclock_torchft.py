@@ -20,7 +20,8 @@ from scripts.bench.wallclock.wallclock_rivals import GlobalParams, Machine, Riva
 @contextmanager
 def open_torchft(machine: Machine, *, is_streaming: bool) -> Iterator[Rival]:
     """Start this machine's island, and on the first machine also the lighthouse; wait for the other machines."""
-    outer, host = machine.run.outer, os.environ["MASTER_ADDR"]
+    outer = machine.run.outer
+    host = os.environ["MASTER_ADDR"]
     lighthouse = start_lighthouse(machine.count) if machine.rank == 0 else None
     manager, store = open_manager(machine.rank, machine.count, os.environ["HOST"], host)
     fragments = build_fragments(machine.model) if is_streaming else [machine.model]
