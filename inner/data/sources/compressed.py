@@ -155,13 +155,14 @@ class WholeTar(tarfile.TarFile):
 class WholeTarInfo(tarfile.TarInfo):
     """A member of a WholeTar."""
 
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Self:
-        """The member with this header. Raises ReadError if what it adds to the next header is longer than one is."""
-        member = super().frombuf(buf, encoding, errors)
-        if member.type in ADDS_TO_A_HEADER and member.size > MAX_HEADER_BYTES:
-            raise ReadError(f"a header has {member.size} bytes; at most {MAX_HEADER_BYTES} are read")
-        return member
+    def _proc_member(self, tarfile: Any) -> Self:
+        """The member that this header begins. Raises ReadError if what it adds to the next header is too long.
+
+        tarfile names this method for subclasses. Newer Pythons do not call `frombuf` of a subclass.
+        """
+        if self.type in ADDS_TO_A_HEADER and self.size > MAX_HEADER_BYTES:
+            raise ReadError(f"a header has {self.size} bytes; at most {MAX_HEADER_BYTES} are read")
+        return super()._proc_member(tarfile)  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:
