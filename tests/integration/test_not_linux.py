@@ -96,6 +96,7 @@ for read in (Path.read_text, os.stat, open, os.listdir):
     assert process.returncode == 0, output
 
 
+@needs_ps
 @pytest.mark.parametrize("words", [("--in-process",), ("--ranks", "2", "outer.transport=tls"), ("--ranks", "2")])
 def test_two_islands_train(run_folder: Path, words: tuple[str, ...]) -> None:
     simulate(run_folder, *words)

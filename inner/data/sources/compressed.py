@@ -167,15 +167,16 @@ class WholeTar(tarfile.TarFile):
 class WholeTarInfo(tarfile.TarInfo):
     """A member of a WholeTar."""
 
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Self:
-        """Parse a header into a member. Raises ReadError if the member would add too many bytes to
-        the next header.
+    def _proc_member(self, tarfile: Any) -> Self:
+        """Return the member that begins with this header. Raises ReadError if it would add too many
+        bytes to the next header.
+
+        tarfile's documentation names this method for subclasses. Newer Pythons do not call
+        `frombuf` of a subclass.
         """
-        member = super().frombuf(buf, encoding, errors)
-        if member.type in ADDS_TO_A_HEADER and member.size > MAX_HEADER_BYTES:
-            raise ReadError(f"a header has {member.size} bytes; at most {MAX_HEADER_BYTES} are read")
-        return member
+        if self.type in ADDS_TO_A_HEADER and self.size > MAX_HEADER_BYTES:
+            raise ReadError(f"a header has {self.size} bytes; at most {MAX_HEADER_BYTES} are read")
+        return super()._proc_member(tarfile)  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:

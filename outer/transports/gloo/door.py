@@ -34,19 +34,28 @@ def close_door(own: bytes) -> int:
     sockets closed in this way.
 
     `own` is the address data of this endpoint's gloo. Existing connections continue. Only Linux can
-    do this: on other systems the socket stays open, with a warning.
+    do this, and some kernels let only root do it: elsewhere the socket stays open, with a warning.
     """
     if not os.path.isdir(DESCRIPTORS):
-        _warn_of_open_door()
+        _warn_of_open_door("only Linux can close it")
     num_closed = 0
     for listener in _listeners():
         with listener:
             if _socket_address(listener) in own:
-                program = ctypes.create_string_buffer(DROP_ALL)
-                packed = struct.pack("HP", 1, ctypes.addressof(program))
-                listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)
-                num_closed += 1
+                try:
+                    drop_all(listener)
+                except PermissionError:
+                    _warn_of_open_door("this system lets only root close it")
+                else:
+                    num_closed += 1
     return num_closed
+
+
+def drop_all(listener: socket.socket) -> None:
+    """Let the kernel drop whatever arrives at a socket. Raises PermissionError where only root may do this."""
+    program = ctypes.create_string_buffer(DROP_ALL)
+    packed = struct.pack("HP", 1, ctypes.addressof(program))
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)
 
 
 def check_listen_host(host: str) -> None:
@@ -79,10 +88,11 @@ async def _addresses_of(host: str) -> list[str]:
 
 
 @cache
-def _warn_of_open_door() -> None:
+def _warn_of_open_door(cause: str) -> None:
     log.warning(
-        "gloo's port stays open to anyone who reaches it, because only Linux can close it; keep it inside a private "
-        "network, or set outer.transport=tls"
+        "gloo's port stays open to anyone who reaches it, because %s; keep it inside a private network, or set "
+        "outer.transport=tls",
+        cause,
     )
 
 

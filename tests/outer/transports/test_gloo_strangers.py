@@ -1,7 +1,9 @@
 """What strangers and members find where gloo listens: no store, a closed door, and checks before native code."""
 
 import asyncio
+import logging
 import socket
+from functools import cache
 
 import pytest
 
@@ -10,7 +12,7 @@ from outer.connect.settings import NetworkSettings
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint
 from outer.transports.gloo.addresses import AddressExchange, AddressStore, GlooAddress, check_gloo_address
-from outer.transports.gloo.door import _listeners
+from outer.transports.gloo.door import _listeners, _warn_of_open_door, drop_all
 from outer.transports.gloo.groups import GroupSpec, _build
 from tests.outer.nets import A, B, connect, payload, run, swarm, tag
 
@@ -30,6 +32,32 @@ async def is_open(port: int) -> bool:
     return True
 
 
+@cache
+def may_close_ports() -> bool:
+    """Whether this user may close a port here. Some kernels let only root do it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        try:
+            drop_all(listener)
+        except PermissionError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(may_close_ports(), reason="this user may close ports here")
+def test_where_a_port_cannot_be_closed_a_group_is_built_with_a_warning(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a, b = await place.connect(A, B)
+            _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(9)), b.transport.recv(A, tag(0), 9))
+            assert got.equal(payload(9))
+
+    _warn_of_open_door.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert "port stays open to anyone who reaches it, because this system lets only root close it" in caplog.text
+
+
+@pytest.mark.skipif(not may_close_ports(), reason="this system lets only root close a port")
 def test_once_a_group_is_built_no_port_of_gloo_takes_a_stranger():
     async def main() -> None:
         before = ports().keys()
