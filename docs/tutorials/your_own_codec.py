@@ -173,7 +173,7 @@ file = FOLDER / "experiment.yaml"
 file.write_text(EXPERIMENT)
 command = [sys.executable, "-m", "diloco", "experiment", str(file), "--at-once", "1", "--out", str(FOLDER / "out")]
 environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}
-done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=270)
+done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=1200)
 assert done.returncode == 0, done.stdout + done.stderr
 summary = (FOLDER / "out" / "summary.md").read_text()
 rows = [line for line in summary.splitlines() if line.startswith("|")]
