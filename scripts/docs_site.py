@@ -14,7 +14,7 @@ from scripts import docs_settings, docs_tutorials
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
-TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
+TUTORIAL = re.compile(r"\(((?:\.\./)?tutorials/\w+)\.py\)")
 PICTURE = re.compile(r'<img alt="[^"]*" src="([^"]+\.png)" ?/?>')
 API = {
     "A training loop of your own": (

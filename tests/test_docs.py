@@ -93,6 +93,13 @@ def test_the_readme_s_table_and_picture_are_those_of_the_kept_runs(tmp_path: Pat
     assert f"docs/images/{readme_figures.PICTURE}" in readme
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_lists_inside_lists_are_indented_by_four_spaces(page: Path) -> None:
+    """GitHub takes two; the site would make one flat list of both."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
+
+
 def test_a_newcomer_reads_the_readme_in_some_minutes() -> None:
     """Lists of everything belong to docs/features.md, figures to docs/results.md."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180

@@ -79,3 +79,11 @@ def test_each_setting_stands_in_its_section_with_what_a_phone_shows_before_its_c
     assert sorted(row.replace("<wbr>", "") for row in rows) == sorted(keys)
     assert text.count(' data-head="allowed"') == text.count(' data-head="default"') == len(keys) > 200
     assert all(f'id="section-{name}"' in text for name in ("model", "data", "optimizer", "outer", "island"))
+
+
+def test_the_home_page_has_pictures_and_each_diagram_of_a_page_is_there(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    assert len(re.findall(r'<img [^>]*src="images/', home)) >= 3
+    for page in site.rglob("*.html"):
+        for source in re.findall(r'<img [^>]*src="([^":]+)"', page.read_text()):
+            assert (page.parent / source).exists(), f"{page}: {source}"

@@ -54,8 +54,9 @@ assert faults
 # ## What the islands did
 #
 # Every island writes a line for each attempt at a round in its `metrics.jsonl`. Drawn over time, a dot is a round that
-# this island committed with the others, and a cross a fault. An island that was killed has a gap, and is back once it
-# has taken the others' state; the others have none.
+# this island committed with the others, and a cross a fault. An island that was killed or stopped has a gap, and is
+# back once it has taken the others' state. The others go on: what a fault costs them is the time in which they find out
+# that somebody is away.
 #
 # ![Committed rounds of four islands over time, and the faults](../images/morning.png)
 
