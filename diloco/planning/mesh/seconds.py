@@ -4,7 +4,6 @@ The roofline (Williams et al., 2009) bounds the speed of each kind of work. A ki
 divided by the GPU's rate of operations, and at least its bytes divided by the rate of the GPU's memory. The larger time
 is its bound. Only bytes that must be moved are counted: inputs are read and results are written, but values that stay
 within a kernel do not count. This module does not import torch.
-
 """
 
 from dataclasses import dataclass
