@@ -188,8 +188,9 @@ class OuterLoop:
 
         None means that no reachable island has a newer state: this island's own survives, and nothing has changed.
         Otherwise progress is kept when exactly one commit was missed, that commit belongs to this island's own history
-        and does not contain the progress, and no other island has leased the data. Progress that was kept once and
-        misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in flight.
+        and does not contain the progress, no other island has leased the data, and the run has a later round. Progress
+        that was kept once and misses a commit again is dropped. `weight` is the progress in tokens, `sent` the
+        pseudo-gradient in flight.
         """
         digest = self.digest
         progress = self.replica.pseudo_grads()
@@ -202,8 +203,10 @@ class OuterLoop:
             return None
         self._ahead = None
         is_same_history = taken.base_digest == digest
+        # Without a later round no island would average it, and the model would end with params of its own.
+        has_later_round = self.position.round < self.config.num_rounds
         may_keep = self.config.missed_progress == "rebase" and is_same_history and not taken.contains_own
-        is_kept = may_keep and self.pending.keep(weight)
+        is_kept = may_keep and has_later_round and self.pending.keep(weight)
         if is_kept:
             self.replica.rebase(progress)
         else:

@@ -112,3 +112,38 @@ def test_an_island_that_missed_a_fragment_goes_on_from_the_state_by_the_rule(pol
 
     found = run_islands({"a": quick, "b": slow}, made, model=layered)
     assert found["a"] == found["b"] and len(found["a"]) == 3
+
+
+def test_an_island_that_missed_the_last_commit_ends_with_the_global_params() -> None:
+    made = config(2, rounds=5)
+    alone, taken = threading.Event(), threading.Event()
+    both = threading.Barrier(2)
+
+    def quick(island: Island) -> bytes:
+        island.outer.begin()
+        stream = Stream(island, made)
+        stream.run(4)
+        both.wait(GUARD_SECONDS)
+        island.outer.pace.deadlines.initial_seconds = 0.0
+        stream.run(5)  # b is not ready: it is given up
+        assert stream.landings[-1].reports[-1].participants == ["a"]
+        alone.set()
+        assert taken.wait(GUARD_SECONDS)
+        return island.params.flat().numpy().tobytes()
+
+    def slow(island: Island) -> bytes:
+        island.outer.begin()
+        stream = Stream(island, made)
+        stream.run(4)
+        both.wait(GUARD_SECONDS)
+        stream.segment()
+        assert alone.wait(GUARD_SECONDS)
+        stream.launch()
+        with pytest.raises(CaughtUp) as caught:
+            stream.land()
+        taken.set()
+        assert not caught.value.is_kept
+        return island.params.flat().numpy().tobytes()
+
+    found = run_islands({"a": quick, "b": slow}, made, model=layered)
+    assert found["a"] == found["b"]
