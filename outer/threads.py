@@ -59,7 +59,9 @@ def start_thread(work: Callable[[], None], name: str, seconds: float = START_SEC
 
     _thread.start_new_thread(live, ())
     if not has_begun.wait(seconds):
-        raise RuntimeError(f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little memory")
+        raise RuntimeError(
+            f"the new thread {name!r} has not begun within {seconds:g} s: there may be too little memory"
+        )
     return has_ended
 
 

@@ -164,7 +164,10 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "another round": (lambda p: changed(p, round=4), "round 4, but 'b' is in round 3"),
     "out of order": (lambda p: changed(p, participants=p.participants[::-1]), "out of order"),
     "one twice": (lambda p: changed(p, participants=[*p.participants, p.participants[-1]]), "repeated"),
-    "without us": (lambda p: changed(p, participants=p.participants[:1]), "the plan does not contain the current ready message of 'b'"),
+    "without us": (
+        lambda p: changed(p, participants=p.participants[:1]),
+        "the plan does not contain the current ready message of 'b'",
+    ),
     "with what we said before": (
         lambda p: changed(p, participants=[p.participants[0], ready("b", tokens=99)]),
         "the plan does not contain the current ready message of 'b'",
