@@ -52,8 +52,8 @@ def relay(
     """Forward connections to islands that cannot be reached directly, and print the address of the
     relay.
 
-    It is for runs with outer.transport=tls and island.relays. The relay sees who connects to whom
-    and how much is sent, but not the content, because TLS runs between the islands.
+    It is for runs with outer.transport=tls and island.relays. The relay sees which islands connect
+    with each other and how much they send, but not the content, because TLS runs between them.
     """
     from diloco.swarm.bootstrap import relay as run
 

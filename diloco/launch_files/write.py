@@ -24,12 +24,12 @@ class ClusterOptions:
     """Settings of the cluster, which are not in the config."""
 
     address: str
-    """The address that `diloco bootstrap` has printed."""
+    """The address that `diloco bootstrap` prints."""
     gpus_per_node: int = 8
     image: str | None = None
     """A container image in which `python -m diloco` runs; for kubernetes and skypilot."""
     gpu: str = "H100"
-    """SkyPilot's name of the kind of GPU."""
+    """Kind of GPU, as SkyPilot names it."""
 
 
 def write_launch_files(

@@ -1,6 +1,6 @@
 """`diloco.Islands`: one model trained by many islands, in your own training loop.
 
-    islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the state of the others
+    islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the other islands' state
     for batch in loader:
         loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
         islands.step(tokens=batch.num_tokens)                  # counts; launches and lands rounds

@@ -41,11 +41,11 @@ def quick(name: str, model: str, defines: str, expected: Verdict = "holds") -> C
 CONFIGURATIONS = (
     quick("votes: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2"),
     quick("votes: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1"),
-    quick("votes: a freeze, who takes one for lost asks", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS"),
+    quick("votes: a freeze, a loss leads to an outcome query", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS"),
     quick("votes through the planner: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2 COORDINATOR"),
     quick("votes through the planner: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR"),
     quick(
-        "votes through the planner: a freeze, who takes one for lost asks",
+        "votes through the planner: a freeze, a loss leads to an outcome query",
         AGREEMENT,
         f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS",
     ),
@@ -59,7 +59,9 @@ CONFIGURATIONS = (
     Configuration("votes: a crash", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=8"),
     Configuration("votes: a freeze", AGREEMENT, f"{VOTES_4} FREEZES=1 MORTAL=8"),
     Configuration("votes: a liar", AGREEMENT, f"{VOTES_4} LIAR=3", search="bitstate"),
-    Configuration("votes through the planner: it crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR"),
+    Configuration(
+        "votes through the planner: the planner crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR"
+    ),
     quick("histories: a cut", HISTORIES, f"{RUN_3} CUTS=1"),
     quick("histories: 2 cuts, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=2"),
     quick("histories: a cut, a crash, a restart", HISTORIES, f"{RUN_3} CUTS=1 CRASHES=1"),
@@ -78,23 +80,33 @@ CONFIGURATIONS = (
 """What must hold."""
 
 MUTATIONS = (
-    quick("nobody waits for receipts", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_RECEIPTS", "violated"),
-    quick("who said open commits on votes", AGREEMENT, f"{VOTES_3} CRASHES=1 OPEN_MAY_COMMIT", "violated"),
-    quick("no query after a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_QUERY_AFTER_FREEZE", "violated"),
-    quick("a commit counts without certificate", AGREEMENT, f"{VOTES_3} LIAR=2 BELIEVE_COMMIT", "violated"),
-    quick("digests need not agree", AGREEMENT, f"{VOTES_3} LIAR=2 COMMIT_BY_MAJORITY", "violated"),
-    quick("who holds all votes commits when asked", AGREEMENT, f"{VOTES_3} CRASHES=1 HELD_CERTIFICATE", "violated"),
+    quick("no island waits for receipts", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_RECEIPTS", "violated"),
     quick(
-        "islands commit when the list comes", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR COMMIT_ON_LIST", "violated"
+        "an island that replied open commits on votes", AGREEMENT, f"{VOTES_3} CRASHES=1 OPEN_MAY_COMMIT", "violated"
+    ),
+    quick("no query after a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_QUERY_AFTER_FREEZE", "violated"),
+    quick("a reply of commit counts without a certificate", AGREEMENT, f"{VOTES_3} LIAR=2 BELIEVE_COMMIT", "violated"),
+    quick("digests need not agree", AGREEMENT, f"{VOTES_3} LIAR=2 COMMIT_BY_MAJORITY", "violated"),
+    quick(
+        "an island that holds all votes commits on a query",
+        AGREEMENT,
+        f"{VOTES_3} CRASHES=1 HELD_CERTIFICATE",
+        "violated",
     ),
     quick(
-        "a planner that said open commits",
+        "islands commit when the list of votes comes",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 COORDINATOR COMMIT_ON_LIST",
+        "violated",
+    ),
+    quick(
+        "a planner that replied open commits",
         AGREEMENT,
         f"{VOTES_3} CRASHES=2 COORDINATOR PLANNER_IGNORES_OPEN",
         "violated",
     ),
     quick(
-        "a planner that writes to all commits before all others",
+        "a planner that sends to all commits before all others",
         AGREEMENT,
         f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS PLANNER_ALONE",
         "violated",
@@ -104,7 +116,7 @@ MUTATIONS = (
     quick("units may overlap", HISTORIES, f"{RUN_3} JOINERS OVERLAPS", "violated"),
     quick("quorum 1 in a cut", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 ONE_HISTORY", "violated"),
     Configuration(
-        "who said open is not asked again",
+        "an island that replied open gets no second query",
         AGREEMENT,
         f"{VOTES_4} CRASHES=2 MORTAL=12 NO_ASKING_AGAIN",
         "violated",
@@ -117,7 +129,7 @@ MUTATIONS = (
 
 LIMITS = (
     quick("a freeze and a crash", AGREEMENT, f"{VOTES_3} FREEZES=1 CRASHES=1", "violated"),
-    quick("a freeze, receipts under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
-    quick("a liar raises the number of attempts", BLAME, "N=3 QUORUM=2 LIAR=2 RAISES", "violated"),
+    quick("a freeze while receipts are under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
+    quick("a liar raises the numbers of attempts", BLAME, "N=3 QUORUM=2 LIAR=2 RAISES", "violated"),
 )
 """What the protocol does not give: an island that lives, or goes on, has ended an attempt as another has not."""

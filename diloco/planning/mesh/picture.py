@@ -192,8 +192,7 @@ def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
     host = estimate_host_memory(config.run, island, plan.device_type, specs, num_islands, plan.memory)
     return (
         f"host memory of a rank, with the outer loop: at least {human_bytes(host.least)}, and "
-        f"{human_bytes(host.estimate)} if all of it is held at once; `diloco plan` shows each "
-        "purpose"
+        f"{human_bytes(host.estimate)} if all is needed at once; `diloco plan` shows each purpose"
     )
 
 
