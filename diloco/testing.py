@@ -1,5 +1,8 @@
 """Checks for your own tests: what every codec, merge rule and outer optimizer must do.
 
+    from diloco.testing import check_codec
+    from my_package.codecs import Sign
+
     def test_it_is_a_codec():
         check_codec(Sign())
 

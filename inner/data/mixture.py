@@ -279,8 +279,8 @@ class ShardSource(Protocol):
 class ShardOrder:
     """Reads the shards in the order of the text, and shuffles each shard differently in each epoch.
 
-    >>> text = WholeText(np.zeros(11, np.uint16), seq_len=1, seed=0, shuffled=4) >>>
-    [sorted(text.order[p] for p in range(a, b)) for a, b in ((0, 4), (4, 8), (8, 10), (10, 14))]
+    >>> text = WholeText(np.zeros(11, np.uint16), seq_len=1, seed=0, shuffled=4)
+    >>> [sorted(text.order[p] for p in range(a, b)) for a, b in ((0, 4), (4, 8), (8, 10), (10, 14))]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
     """
 

@@ -27,8 +27,11 @@ class Tokenizer(Protocol):
     """Maps text to token ids below vocab_size and back. eos_id ends every document, and encode
     never returns it.
 
-    >>> tokenizer: Tokenizer = build_tokenizer("bytes") >>> tokenizer.encode("Hi").tolist() [72,
-    105] >>> tokenizer.decode([72, 105, tokenizer.eos_id]) 'Hi'
+    >>> tokenizer: Tokenizer = build_tokenizer("bytes")
+    >>> tokenizer.encode("Hi").tolist()
+    [72, 105]
+    >>> tokenizer.decode([72, 105, tokenizer.eos_id])
+    'Hi'
     """
 
     @property

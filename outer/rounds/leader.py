@@ -6,7 +6,8 @@ that it can provide. Only rank 0 has a leader. Calls start work on the event loo
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.proofs.certificate import Proof
@@ -43,6 +44,8 @@ class Leader:
     donor: Donor
     link_kbit: int = 0
     """Rate of the island's link in kbit/s; 0 if it is not known."""
+    _last_proof: Proof | None = field(default=None, init=False)
+    """The proof when this island left. Its state may be saved later, when the event loop is closed."""
 
     def resume(self, proof: Proof) -> None:
         """Record that the replica holds the state of a checkpoint, which was saved with `proof`.
@@ -81,8 +84,9 @@ class Leader:
     @property
     def proof(self) -> Proof:
         """The proof of the state that the replica holds; an empty one if there is none."""
-        claim = build_status(self.replica, is_coming=True).claim
-        return self.event_loop.call(lambda: self._claims.prove(claim))
+        if self._last_proof is not None:
+            return self._last_proof
+        return self.event_loop.run(self._prove())
 
     def check(self, description: Description) -> None:
         """Raise MessageError if another island's state must not be taken. Must be called on the
@@ -221,10 +225,15 @@ class Leader:
         me = self.identity.island
         incarnation = self.identity.incarnation
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
+        with suppress(TimeoutError):
+            self._last_proof = self.event_loop.run(self._prove(), LEAVE_SECONDS)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
         self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
 
     # -- on the event loop ------------------------------------------------------------------------------------
+
+    async def _prove(self) -> Proof:
+        return self._claims.prove(build_status(self.replica, is_coming=True).claim)
 
     @property
     def _num_islands(self) -> int:

@@ -196,5 +196,5 @@ def test_everything_is_sent_from_the_device(name: str) -> None:
 
 def test_a_mesh_that_does_not_fit_is_refused_with_its_cause() -> None:
     case = Case("1b", Degrees(tp=3), num_layers=1).rehearsal
-    with pytest.raises(ConfigError, match=r"rank 0 has failed: .*tp"):
+    with pytest.raises(ConfigError, match=r"the rehearsal of rank 0 failed: .*tp"):
         rehearse_apart(case)

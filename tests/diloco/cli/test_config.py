@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[3]
 def test_settings_explains_what_has_the_word_in_its_name_or_meaning() -> None:
     done = CliRunner().invoke(app, ["settings", "below_quorum"])
     assert done.exit_code == 0
-    assert done.stdout.startswith("outer.below_quorum  (wait, continue, stop; default: wait)\n    With fewer")
+    assert done.stdout.startswith(
+        "outer.below_quorum  (wait, continue, stop; default: wait)\n    What to do with fewer"
+    )
 
 
 def test_settings_gives_the_json_schema_of_a_config() -> None:

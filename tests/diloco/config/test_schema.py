@@ -103,7 +103,7 @@ def test_a_missing_file_is_named():
 def test_a_file_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no text"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not text"):
         load_config(path)
 
 

@@ -207,7 +207,7 @@ def test_sigterm_ends_all_islands_within_seconds(tmp_path):
         ("island.wandb=offline", "use island.tensorboard"),
         ("island.profile={steps: [1, 2]}", "set steps to null"),
         ("island.faults=['slow:0x3']", "leave them out"),
-        ("islands=[{device: cpu}, {device: cuda}]", "island-1: island.device is 'cuda', that of island-0 'cpu'"),
+        ("islands=[{device: cpu}, {device: cuda}]", "island-1: island.device is 'cuda', island-0 has 'cpu'"),
     ],
 )
 def test_what_needs_a_process_of_its_own_is_refused_with_a_cure(override, cure):

@@ -134,8 +134,8 @@ def test_a_folder_tells_the_last_of_its_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "overrides", "text"),
     [
-        ("runs/nowhere", [], "no folder of a run"),
-        ("nonsense", [], "no address that `diloco bootstrap` prints"),
+        ("runs/nowhere", [], "neither the folder of a run"),
+        ("nonsense", [], "nor an address that `diloco bootstrap` prints"),
         (".", ["island.proxy=http://127.0.0.1:1"], "is for an address"),
         ("tcp://127.0.0.1:1", ["outer.codec=int8"], "outer.codec"),
     ],

@@ -222,7 +222,7 @@ def test_what_a_stranger_may_ask_for_is_refused_in_words(monkeypatch: pytest.Mon
     async def main() -> None:
         async with relays(limits=RelayLimits(connections_of_island=2)) as [relay]:
             assert "is not registered here" in await answered(relay, dial)
-            assert "nobody waits" in await answered(relay, Answer(token="0" * 32))
+            assert "no dialer waits" in await answered(relay, Answer(token="0" * 32))
             assert "Joined where Register or Dial or Answer was expected" in await answered(relay, Joined())
             assert await answered(relay) == ""  # silence
             assert [kind for _, kind, _, _ in relay.rejections.drain()] == ["absent", "token", "header", "silent"]
@@ -233,7 +233,7 @@ def test_what_a_stranger_may_ask_for_is_refused_in_words(monkeypatch: pytest.Mon
             answer = await connected(relay)
             await wire.send(answer, Answer(token=token))
             await wire.receive(answer, Joined)
-            assert "nobody waits" in await answered(relay, Answer(token=token))
+            assert "no dialer waits" in await answered(relay, Answer(token=token))
             answer.close()
             assert await waiting == ""
             held.close()
