@@ -179,7 +179,8 @@ def _elementwise_bytes(work: Workload) -> float:
     hidden = work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
     # A norm reads stream and branch and writes the sum and its norm; backward it reads three and writes one.
     norms = 2 * (4 + 4) * stream
-    # Forward gate and up are read and the product is written; backward three are read and two written.
+    # The forward reads the gate and up tensors and writes their product. The backward reads three
+    # tensors of this size and writes two.
     swiglu = (3 + 5) * hidden
     rope = (2 + 2) * (work.q_numel + work.kv_numel)
     return float(work.compute_itemsize * (norms + swiglu + rope))
