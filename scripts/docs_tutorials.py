@@ -95,7 +95,8 @@ def page_of(tutorial: Path) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = sorted(path.stem for path in TUTORIALS.glob("*.py"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"tutorials to run: any of {', '.join(known)}; default: all")
+    text = f"tutorials to run: any of {', '.join(known)}; default: all"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     for each in parser.parse_args().names or known:
         record(TUTORIALS / f"{each}.py")
         print(each)

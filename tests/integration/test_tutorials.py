@@ -42,7 +42,7 @@ def test_the_outputs_that_are_kept_are_of_the_tutorial_as_it_is(tutorial: Path) 
 
 
 def test_there_are_tutorials() -> None:
-    assert len(TUTORIALS) >= 9
+    assert len(TUTORIALS) >= 10
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
