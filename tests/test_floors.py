@@ -73,6 +73,7 @@ FLOORS = {
 }
 """A line is a floor, the lowest one first. A folder, or a file at the top of a package, imports lower floors only."""
 HIVEMIND_HOMES = ("outer/transports/hivemind", "outer/membership/")
+NAMED_FILE = re.compile(r"(?<![\w/.'-])([\w/]+\.py)\b")
 MAX_LINES = 340
 MAX_FUNCTION_LINES = 64
 MOST_FILES = 10
@@ -213,6 +214,24 @@ def lengths_of_functions(path: Path) -> Iterator[tuple[str, int]]:
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 yield f"{module_of(path)}.{node.name}", lines
+
+
+def test_files_that_docstrings_name_exist():
+    tops = [*MAY_IMPORT, "tests", "scripts", "examples", "docs"]
+    known = [f"/{path.relative_to(ROOT)}" for top in tops for path in (ROOT / top).rglob("*.py")]
+    missing = [
+        f"{module_of(path)}: {name}"
+        for path in modules()
+        for name in NAMED_FILE.findall(docstrings_of(path))
+        if not any(each.endswith(f"/{name}") for each in known)
+    ]
+    assert missing == []
+
+
+def docstrings_of(path: Path) -> str:
+    """All docstrings of a module, one after the other."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(TREES[path]) if isinstance(node, kinds))
 
 
 def test_each_assignment_has_a_line_of_its_own():

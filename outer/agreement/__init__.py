@@ -1,13 +1,15 @@
 """How islands agree on a round: who takes part, whether the result is applied, and which islands live.
 
 state_machine.py    the round protocol of one island, without sockets and clocks: start here
-messages.py         what islands send each other
-planner.py          who plans a round and who takes part in it
-suspicions.py       who is left out because of attempts that failed
-knowledge.py, votes.py, readiness.py, rules.py    the tables and checks that the protocol uses
-peers.py            the other islands as this island's leader reaches them
-proofs/             signed votes, certificates of commits, and which claims of others they prove
-running/            runs the protocol over the network: driver, failure detector, grace, limits, waits
+round_state.py      what the island knows of the round under way
+vote_exchange.py    how votes, lists of votes and outcomes are exchanged
+coordination.py     which island collects the ready messages, and how a plan reaches all participants
+messages.py         the messages that islands send each other
+planner.py          which island plans a round, and which islands take part in it
+suspicions.py       which islands are left out because of attempts that failed
+knowledge.py, votes.py, rules.py    the tables and checks that the protocol uses
+proofs/             signed votes, certificates of commits, and the claims of other islands that they prove
+running/            runs the protocol over the network: driver, peers, failure detector, grace, limits, waits
 
 Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
 

@@ -8,7 +8,7 @@ In every attempt at a round an island passes through these states (docs/protocol
     voting      the participants exchange votes; the attempt commits on every participant or changes nothing
 
 The driver (running/driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the
-`outbox`. The tables of an island are in knowledge.py, readiness.py, votes.py and suspicions.py.
+`outbox`. The tables of an island are in knowledge.py, votes.py and suspicions.py.
 tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
 
 A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
