@@ -249,7 +249,7 @@ def test_the_gap_before_a_joiners_place_is_read_next() -> None:
     ("claim", "text"),
     [
         (Claim("a", 1, 1), "no lease of island 'a' begins with unit 1"),
-        (Claim("a", 0, TERMS.lease + 1), f"has read {TERMS.lease + 1} units, {TERMS.lease} are leased"),
+        (Claim("a", 0, TERMS.lease + 1), f"has read {TERMS.lease + 1} units, but {TERMS.lease} are leased to it"),
         (Claim("x", 10**9, 1), "no lease of island 'x' begins"),
         (Claim("x", TERMS.lease, TERMS.spare + 1), f"{TERMS.spare} are leased"),
     ],
