@@ -105,6 +105,7 @@ def test_two_islands_train(run_folder: Path, words: tuple[str, ...]) -> None:
     assert ("gloo's port stays open" in log) == (words == ("--ranks", "2"))
 
 
+@needs_ps
 def test_islands_train_on_shards_that_are_made_in_the_run(run_folder: Path) -> None:
     simulate(run_folder, "--in-process", "data.order=shards")
 
