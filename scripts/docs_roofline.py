@@ -11,7 +11,7 @@ from rich.console import Console
 from diloco.planning.mesh.gpus import find_gpu
 from diloco.planning.mesh.picture import show_mesh
 from diloco.planning.mesh.request import MeshRequest
-from diloco.planning.mesh.seconds import model_flops, roofline_mfu, step_work
+from diloco.planning.mesh.roofline import model_flops, roofline_mfu, step_work
 from diloco.report.style import ISLAND_COLORS, REFERENCE
 from inner.config import ParallelConfig
 from inner.measure.workload import Workload

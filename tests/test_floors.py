@@ -80,6 +80,7 @@ MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
     "inner/model": "the decoder: its sizes and parameters, its modules, what they compute with",
+    "diloco/planning/mesh": "what a mesh costs: one file for each figure and picture of it",
     "diloco/runtime": "one file for each thing that a rank does beside its inner steps",
     "inner/optim": "optimizers, one file each, and what a step does with gradients and learning rate",
     "inner/data/sources": "one file for each kind of source, beside what they share",

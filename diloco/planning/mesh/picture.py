@@ -14,7 +14,8 @@ from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
 from diloco.formatting import human_bytes, human_count
 from diloco.planning.mesh.ranks import grids, select_shown
 from diloco.planning.mesh.request import MeshRequest, find_limit, find_requested_hardware
-from diloco.planning.mesh.seconds import roofline_mfu, roofline_table, seconds_table
+from diloco.planning.mesh.roofline import roofline_mfu, roofline_table
+from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice

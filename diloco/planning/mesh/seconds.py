@@ -1,31 +1,21 @@
 """Seconds of an inner step on GPUs of a known kind, from their makers' data sheets: for `diloco mesh --gpu`.
 
-The roofline (Williams et al., 2009) bounds the speed of each kind of work. A kind of work takes at least its operations
-divided by the GPU's rate of operations, and at least its bytes divided by the rate of the GPU's memory. The larger time
-is its bound. Only bytes that must be moved are counted: inputs are read and results are written, but values that stay
-within a kernel do not count. This module does not import torch.
+This module does not import torch.
 """
 
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from diloco.formatting import human_bytes
 from diloco.planning.mesh.gpus import Gpu, find_fabric, find_gpu
 from diloco.planning.mesh.traffic import TrafficLine, plain_table, traffic_lines
 from inner.flops import flops_per_token
-from inner.measure.memory import optimizer_bytes
 from inner.measure.workload import Workload
-from inner.model.block_params import block_params
-from inner.optim.state_bytes import StateBytes
 
 MFU = 0.4
 """Assumed model FLOPs utilisation of inner steps: a value that tuned trainers reach on GPUs."""
 GPUS_OF_A_NODE = 8
 DEFAULT_FABRIC = "infiniband-ndr"
-FP32 = 4
-PRODUCTS = 3
-"""Matrix products of a matrix in a step: the forward, the gradient of its input, that of its weights."""
 
 
 @dataclass(frozen=True)
@@ -76,145 +66,3 @@ def seconds_table(work: Workload, tokens_per_step: int, hardware: Hardware) -> T
             by = f"{name}, {speed / 1e9:.3g} GB/s"
             table.add_row(f"{line.axis}: {line.what}", by, f"{line.sent_bytes / speed:.3g}")
     return table
-
-
-@dataclass(frozen=True)
-class Work:
-    """One kind of work of a mean rank in a step."""
-
-    name: str
-    flops: float
-    num_bytes: float
-
-    def seconds(self, gpu: Gpu) -> float:
-        """Seconds that it takes at least."""
-        return max(self.flops / gpu.flops, self.num_bytes / gpu.memory_rate)
-
-    def bound(self, gpu: Gpu) -> str:
-        """What bounds it: computing or memory."""
-        return "computing" if self.flops / gpu.flops >= self.num_bytes / gpu.memory_rate else "memory"
-
-
-def step_work(work: Workload, optimizer: StateBytes) -> list[Work]:
-    """The kinds of work of an inner step, of the mean over the ranks of pp."""
-    micro_batches = work.num_micro_batches
-    layers = work.sizes.num_layers / work.degrees.pp * micro_batches
-    heads = micro_batches / work.degrees.pp
-    kinds = [
-        Work("products of layers", layers * _block_flops(work), layers * _block_bytes(work)),
-        Work("attention", layers * _attention_flops(work), layers * _attention_bytes(work)),
-        Work("norms, SwiGLU, sums", 0.0, layers * _elementwise_bytes(work)),
-        Work("head and loss", heads * _head_flops(work), heads * _head_bytes(work)),
-        Work("optimizer", 0.0, _optimizer_bytes(work, optimizer)),
-    ]
-    again = _again_flops(work)
-    if again:
-        kinds.insert(3, Work("computed again", layers * again, 0.0))
-    return kinds
-
-
-def model_flops(work: Workload) -> float:
-    """Operations of a step that MFU counts, of a mean rank: attention as if each position saw all."""
-    per_token = flops_per_token(work.sizes, work.seq_len).total
-    tokens = work.micro_batch * work.seq_len * work.num_micro_batches
-    return per_token * tokens / (work.degrees.cp * work.degrees.tp * work.degrees.pp)
-
-
-def roofline_mfu(work: Workload, optimizer: StateBytes, gpu: Gpu) -> float:
-    """The MFU of a step that takes exactly as long as its kinds of work do at best, one after the other."""
-    seconds = sum(kind.seconds(gpu) for kind in step_work(work, optimizer))
-    return model_flops(work) / (seconds * gpu.flops)
-
-
-def roofline_table(work: Workload, optimizer: StateBytes, gpu: Gpu) -> Table:
-    """Each kind of work with its operations, its bytes, and the seconds that it takes at best."""
-    table = plain_table(("work", "bound by"), ("TFLOP", "bytes", "FLOP/byte", "seconds", "share"))
-    kinds = step_work(work, optimizer)
-    total = sum(kind.seconds(gpu) for kind in kinds)
-    for kind in kinds:
-        intensity = f"{kind.flops / kind.num_bytes:.0f}" if kind.num_bytes and kind.flops else ""
-        flops = f"{kind.flops / 1e12:.3g}" if kind.flops else ""
-        num_bytes = human_bytes(kind.num_bytes) if kind.num_bytes else ""
-        seconds = kind.seconds(gpu)
-        cells = (flops, num_bytes, intensity, f"{seconds:.3g}", f"{seconds / total:.1%}")
-        table.add_row(kind.name, kind.bound(gpu), *cells)
-    ridge = f"{gpu.flops / gpu.memory_rate:.0f}"
-    table.add_row("at full rates", "", "", "", ridge, f"{total:.3g}", "")
-    return table
-
-
-def _block_shapes(work: Workload) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of a layer on a rank."""
-    matrices = [param for param in block_params(work.sizes) if param.is_matrix]
-    return [param.rank_shape(work.sizes, work.degrees.tp) for param in matrices]
-
-
-def _block_flops(work: Workload) -> float:
-    return 2.0 * PRODUCTS * work.tokens * sum(rows * columns for rows, columns in _block_shapes(work))
-
-
-def _block_bytes(work: Workload) -> float:
-    """Each product reads two of input, result and weights, and writes the third."""
-    numel = sum(work.tokens * (rows + columns) + rows * columns for rows, columns in _block_shapes(work))
-    return float(PRODUCTS * work.compute_itemsize * numel)
-
-
-def _attention_flops(work: Workload) -> float:
-    """The causal half of the scores and values, and of the scores that the backward's kernel computes again."""
-    flops = flops_per_token(work.sizes, work.seq_len)
-    whole = (flops.attention + flops.recomputed) / work.sizes.num_layers
-    return 0.5 * whole * work.tokens / work.degrees.tp
-
-
-def _attention_bytes(work: Workload) -> float:
-    """Forward: queries, keys and values are read, the result is written. Backward: these and a gradient for each."""
-    forward = 2 * work.q_numel + 2 * work.kv_numel
-    backward = 4 * work.q_numel + 4 * work.kv_numel
-    return float(work.compute_itemsize * (forward + backward))
-
-
-def _elementwise_bytes(work: Workload) -> float:
-    """Of a layer: two norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once."""
-    stream = work.stream_tokens * work.sizes.dim
-    hidden = work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
-    # A norm reads stream and branch and writes the sum and its norm; backward it reads three and writes one.
-    norms = 2 * (4 + 4) * stream
-    # The forward reads the gate and up tensors and writes their product. The backward reads three
-    # tensors of this size and writes two.
-    swiglu = (3 + 5) * hidden
-    rope = (2 + 2) * (work.q_numel + work.kv_numel)
-    return float(work.compute_itemsize * (norms + swiglu + rope))
-
-
-def _again_flops(work: Workload) -> float:
-    """Operations of a layer that `recompute` adds to those of the attention kernel, the causal half of scores."""
-    recompute = work.parallel.recompute
-    plain = flops_per_token(work.sizes, work.seq_len)
-    flops = flops_per_token(work.sizes, work.seq_len, recompute)
-    again = (flops.recomputed - plain.recomputed) / work.sizes.num_layers
-    if recompute in ("attention", "full"):
-        again -= plain.attention / work.sizes.num_layers / PRODUCTS / 2
-    return again * work.tokens / work.degrees.tp
-
-
-def _head_flops(work: Workload) -> float:
-    return 2.0 * PRODUCTS * work.tokens * work.table.numel
-
-
-def _head_bytes(work: Workload) -> float:
-    """The products, and between them logits that are read once and replaced by their gradient."""
-    rows = -(-work.sizes.vocab_size // work.degrees.tp)
-    products = PRODUCTS * (work.tokens * (rows + work.sizes.dim) + work.table.numel)
-    return float(work.compute_itemsize * (products + 2 * work.tokens * rows))
-
-
-def _optimizer_bytes(work: Workload, optimizer: StateBytes) -> float:
-    """Master weights and states are read and written, the gradient is read, for each parameter of the shard.
-
-    Products of Muon's own are not counted.
-    """
-    stages = [stage for rank in range(work.degrees.pp) for stage in work.stages_at(rank)]
-    groups = [group for stage in stages for group in work.param_groups(stage)]
-    numel = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
-    states = optimizer_bytes(work, stages, optimizer)
-    return (3 * FP32 * numel + 2 * states) / work.degrees.pp

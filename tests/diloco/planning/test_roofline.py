@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.planning.mesh.gpus import GPUS, find_gpu
-from diloco.planning.mesh.seconds import Work, roofline_mfu, step_work
+from diloco.planning.mesh.roofline import Work, roofline_mfu, step_work
 from inner.config import ParallelConfig
 from inner.flops import flops_per_token
 from inner.measure.workload import Workload
