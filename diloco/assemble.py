@@ -13,11 +13,12 @@ from diloco.checkpoints.island_checkpoint import IslandCheckpoints, open_checkpo
 from diloco.config.schema import IslandConfig, RunConfig, at_stage, longest_sequence
 from diloco.connections import Shared
 from diloco.faults.self_inflicted import slow_down
-from diloco.participation import Participation, Place, open_participation
+from diloco.participation import Participation, open_participation
 from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.evaluation import SharedEvaluations
 from diloco.runtime.mfu import MfuMeter, build_mfu_meter, note_peak
+from diloco.status.visitors import Equipment
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
 from diloco.watchdog.rank_times import RankTimes
@@ -165,7 +166,7 @@ def open_runtime(
             ranks,
             folder,
             trainer.params,
-            Place(str(resolve_degrees(island.mesh, island.ranks)), device, activity),
+            Equipment(str(resolve_degrees(island.mesh, island.ranks)), device, activity),
             moments=moments,
             wait_for_corpus=wait_for_corpus,
             beat=activity.beat,

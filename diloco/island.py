@@ -149,10 +149,7 @@ class IslandDuties:
         runtime.event("went back", f"to the state of round {round_number}; text read since then is not read again")
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        participation = self.runtime.participation
-        participation.record_catch_up(caught, progress, self.runtime.outer.position)
-        if not caught.is_kept:
-            participation.count_moments()
+        self.runtime.participation.record_catch_up(caught, progress, self.runtime.outer.position)
 
     def may_save(self, *, is_asked: bool) -> None:
         """Save a checkpoint if `is_asked` or if the operator requests it.

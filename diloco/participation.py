@@ -24,8 +24,7 @@ from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.progress import Progress
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.text_print import text_print
-from diloco.status.reply import Doing
-from diloco.status.visitors import serve_visitors
+from diloco.status.visitors import Equipment, serve_visitors
 from inner.data.corpus import Corpus
 from inner.optim.moments import ParamsAndMoments
 from outer.agreement.running.peers import Identity
@@ -78,10 +77,15 @@ class Participation:
         self.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
 
     def record_catch_up(self, caught: CaughtUp, progress: Progress, position: Position) -> None:
-        """Record that the island has taken another island's state, and whether its progress was kept."""
+        """Record that the island has taken another island's state, and whether its progress was kept.
+
+        If it was dropped, averaged moments are those of the taken state, and are corrected for it.
+        """
         fate = "kept" if caught.is_kept else "dropped"
         self.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
         self.record_entry(position)
+        if not caught.is_kept:
+            self.count_moments()
 
     def record_round(
         self, progress: Progress, landing: Landing, ledger: Ledger, times: list[list[float]] | None = None
@@ -114,15 +118,6 @@ class Participation:
             self.moments.set_steps(self.outer.moment_steps(landed))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an island trains and what it is doing, for the answers to visitors."""
-
-    mesh: str
-    device: str
-    doing: Doing | None = None
-
-
 @contextmanager
 def open_participation(
     config: RunConfig,
@@ -130,7 +125,7 @@ def open_participation(
     ranks: RankGroup,
     folder: Path,
     params: Params,
-    place: Place,
+    equipment: Equipment,
     *,
     moments: ParamsAndMoments | None = None,
     wait_for_corpus: Callable[[], Corpus | None] = lambda: None,
@@ -157,9 +152,7 @@ def open_participation(
         settings = build_loop_settings(config, island, folder, hooks, rounds)
         outer = build_loop(config.outer, identity, moments or params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
-        visited = serve_visitors(
-            config, island, network, outer, metrics, mesh=place.mesh, device=place.device, doing=place.doing
-        )
+        visited = serve_visitors(config, island, network, outer, metrics, equipment)
         if visited is not None:
             stack.callback(visited.linger, event_loop)
         yield Participation(

@@ -36,8 +36,9 @@ from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
-from diloco.participation import Place, open_participation
+from diloco.participation import open_participation
 from diloco.records.kept_config import keep_config, replace_config
+from diloco.status.visitors import Equipment
 from outer.loop import OuterLoop
 from outer.report import RoundReport
 
@@ -266,7 +267,7 @@ class Islands:
             ranks,
             folder,
             self._params,
-            Place("its own loop", self._device),
+            Equipment("its own loop", self._device),
             moments=self._moments,
             wait_for_corpus=lambda: corpus,
         )

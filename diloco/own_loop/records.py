@@ -68,8 +68,6 @@ class LoopEvents:
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
         self._participation.record_catch_up(caught, progress, self._participation.outer.position)
-        if not caught.is_kept:
-            self._participation.count_moments()
 
     def may_save(self, *, is_asked: bool) -> None:
         """Do nothing. The loop saves by itself, with `Islands.state_dict`."""

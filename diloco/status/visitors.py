@@ -1,6 +1,7 @@
 """Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` and `diloco watch` on rank 0."""
 
 import platform
+from dataclasses import dataclass
 
 import torch
 
@@ -15,18 +16,25 @@ from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.loop import OuterLoop
 
 
+@dataclass(frozen=True)
+class Equipment:
+    """What an island trains with, as visitors are shown it."""
+
+    mesh: str
+    device: str
+    doing: Doing | None = None
+    """The current work of its training thread; None if nothing records it."""
+
+
 def serve_visitors(
     config: RunConfig,
     island: IslandConfig,
     network: Network,
     outer: OuterLoop,
     metrics: Metrics | None,
-    *,
-    mesh: str,
-    device: str,
-    doing: Doing | None,
+    equipment: Equipment,
 ) -> RecordsServer | None:
-    """Answer visitors' calls from now on. `metrics` and `doing` are rank 0's, None on other ranks.
+    """Answer visitors' calls from now on. `metrics` are rank 0's, None on other ranks.
 
     On rank 0, the returned server must `linger` before the network closes.
     """
@@ -38,10 +46,10 @@ def serve_visitors(
         num_steps=config.total_steps,
         num_rounds=config.outer.num_rounds,
         ranks=island.ranks,
-        mesh=mesh[:64],
-        hardware=name_device(device)[:64],
+        mesh=equipment.mesh[:64],
+        hardware=name_device(equipment.device)[:64],
     )
-    StatusServer(network.messenger, metrics, place, lambda: outer.position, doing)
+    StatusServer(network.messenger, metrics, place, lambda: outer.position, equipment.doing)
     book = Logbook(metrics.path.parent.parent, island.label)
 
     def note(name: str, text: str) -> None:
