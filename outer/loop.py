@@ -71,6 +71,8 @@ class OuterLoop:
         self.worker = averager.event_loop.worker(f"{threading.current_thread().name} rounds")
         """The thread that makes this rank's rounds. It is created now, because later there may be no memory for a
         thread."""
+        self.total_tokens: int | None = None
+        """Tokens with whose commit a run is over whose rounds wait for a quorum only; None: it has no end."""
         self._in_flight: BackgroundRound | None = None
         self._ahead: dict[int, torch.Tensor] | None = None
         """Eager updates: the values from which the fragment in flight is trained, by carried part; None: local
@@ -82,6 +84,13 @@ class OuterLoop:
     def position(self) -> Position:
         """The run's position, as far as this island knows."""
         return self.replica.position
+
+    def is_last(self, position: Position) -> bool:
+        """Return whether the run is over at this position."""
+        if self.config.wait_for == "all":
+            return position.round >= self.config.num_rounds
+        # Islands contribute at their own pace, so the number of rounds says nothing.
+        return self.total_tokens is not None and position.tokens >= self.total_tokens
 
     @property
     def digest(self) -> str:
@@ -204,7 +213,7 @@ class OuterLoop:
         self._ahead = None
         is_same_history = taken.base_digest == digest
         # Without a later round no island would average it, and the model would end with params of its own.
-        has_later_round = self.position.round < self.config.num_rounds
+        has_later_round = not self.is_last(self.position)
         may_keep = self.config.missed_progress == "rebase" and is_same_history and not taken.contains_own
         is_kept = may_keep and has_later_round and self.pending.keep(weight)
         if is_kept:
@@ -342,4 +351,5 @@ def build_quorum_rounds(outer: OuterLoop, total_tokens: int | None) -> QuorumRou
     """
     averager = outer.averager
     assert isinstance(averager, AgreedAverager), "gossip has no quorum"
-    return QuorumRounds(averager, outer.pending, outer.schedule, total_tokens, outer.catch_up, outer.worker)
+    outer.total_tokens = total_tokens
+    return QuorumRounds(averager, outer.pending, outer.schedule, outer.is_last, outer.catch_up, outer.worker)

@@ -48,7 +48,7 @@ class QuorumRounds:
         averager: AgreedAverager,
         pending: PendingProgress,
         schedule: FragmentSchedule,
-        total_tokens: int | None,
+        is_last: Callable[[Position], bool],
         catch_up: Callable[[BehindError, int], CaughtUp | None],
         worker: Worker,
     ) -> None:
@@ -60,7 +60,7 @@ class QuorumRounds:
         self._schedule = schedule
         self._replica = averager.runner.replica
         self._pace = averager.runner.pace
-        self._total_tokens = total_tokens
+        self._is_last = is_last
         self._catch_up = catch_up
         self._worker = worker
         self._reset(self._replica.position)
@@ -271,6 +271,3 @@ class QuorumRounds:
         with self._changed:
             number = self._num_given
             self._changed.wait_for(lambda: not self._holds or self._num_released >= number)
-
-    def _is_last(self, position: Position) -> bool:
-        return self._total_tokens is not None and position.tokens >= self._total_tokens

@@ -380,3 +380,18 @@ def test_a_checkpoint_between_pushes_is_gone_on_from() -> None:
 
     saved = run_islands({"a": saves, "b": listens}, made, model=layered)["a"]
     assert run_islands({"a": goes_on}, made, model=layered)["a"] == (1, saved[1]["digest"])
+
+
+def test_a_run_of_these_rounds_is_over_by_its_tokens_and_not_by_its_rounds() -> None:
+    made = config(1, rounds=3)
+
+    def script(island: Island) -> tuple[bool, bool]:
+        trainee = Trainee(island)
+        trainee.begin()
+        until(trainee, made.num_rounds + 2)
+        outer = island.outer
+        without_end = outer.is_last(outer.position)
+        outer.total_tokens = outer.position.tokens
+        return without_end, outer.is_last(outer.position)
+
+    assert run_islands({"a": script}, made, model=layered) == {"a": (False, True)}
