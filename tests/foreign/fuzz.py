@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from tests.foreign.memory import read_status, reset_peak
 from tests.foreign.mutations import damaged, odd_json
 from tests.foreign.readers import READERS, Reader
+from tests.memory import read_status, reset_peak
 
 MOST_SECONDS = 1.0
 MOST_BYTES = 200_000_000

@@ -29,8 +29,8 @@ from inner.data.sources.files import FilesSource
 from inner.data.token_files.open_files import open_token_files
 from inner.errors import InputError, refused
 from inner.foreign.files import MAX_DOCUMENT_BYTES
-from tests.foreign.memory import read_status, reset_peak
 from tests.foreign.readers import READERS
+from tests.memory import read_status, reset_peak
 
 GIB = 1 << 30
 JSON_START = b'{"text": "'

@@ -1,11 +1,10 @@
 """Lets a decoder decode one input, and judges what it did: an undeclared error, time and memory are findings."""
 
 import re
-import resource
 import time
 
-from tests.foreign.memory import read_status, reset_peak
 from tests.fuzz.entries import Entry
+from tests.memory import read_status, reset_peak
 
 MOST_BYTES = 20_000_000
 TRIES = 5
@@ -16,15 +15,14 @@ _OF_THE_INPUT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9a-f]*\d[0-9a-f]*")
 
 def judge(entry: Entry, body: bytes) -> str:
     """Decode the input. Returns what came of it in few words, and raises AssertionError if it breaks a promise."""
-    before = _peak_bytes()
     began = time.process_time()
-    outcome = _decode(entry, body)
+    outcome, grown = _decode_and_measure(entry, body)
     seconds = time.process_time() - began
     if seconds > entry.most_seconds:
         seconds = min(_seconds_of(entry, body) for _ in range(TRIES))
         assert seconds <= entry.most_seconds, f"{len(body)} bytes took {1000 * seconds:.0f} ms of a processor"
-    if _peak_bytes() - before > MOST_BYTES:
-        grown = min(_bytes_of(entry, body) for _ in range(TRIES))
+    if grown > MOST_BYTES:
+        grown = min(_decode_and_measure(entry, body)[1] for _ in range(TRIES))
         assert grown <= MOST_BYTES, f"{len(body)} bytes took {grown / 1e6:.0f} MB"
     return outcome
 
@@ -44,14 +42,9 @@ def _seconds_of(entry: Entry, body: bytes) -> float:
     return time.process_time() - began
 
 
-def _peak_bytes() -> int:
-    """The largest resident size of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _bytes_of(entry: Entry, body: bytes) -> int:
-    """By how much the process grows while it decodes."""
+def _decode_and_measure(entry: Entry, body: bytes) -> tuple[str, int]:
+    """Decode the input. Returns what came of it, and by how many bytes the process grew meanwhile."""
     reset_peak()
-    before = read_status("VmRSS")
-    _decode(entry, body)
-    return read_status("VmHWM") - before
+    before = read_status("VmHWM")
+    outcome = _decode(entry, body)
+    return outcome, read_status("VmHWM") - before

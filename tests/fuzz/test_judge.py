@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from outer.errors import MessageError
-from tests.foreign.memory import reset_peak
 from tests.fuzz import corpus
 from tests.fuzz.corpus import kept_inputs, write_kept
 from tests.fuzz.entries import Entries, Entry, join, seeds_of, split
@@ -49,7 +48,6 @@ def test_what_is_decoded_and_what_is_refused_by_a_declared_error_is_told_apart()
     ],
 )
 def test_a_broken_promise_is_a_finding(entry: Entry, error: type[Exception], text: str) -> None:
-    reset_peak()  # Tests before may have taken more memory than this one asks for.
     with pytest.raises(error, match=text):
         judge(entry, b"abc")
 

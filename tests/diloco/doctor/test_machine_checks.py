@@ -41,7 +41,9 @@ def local(tmp_path: Path, *overrides: str, text: str = TINY) -> list[Line]:
 
 def test_a_machine_in_order_is_warned_only_that_others_cannot_reach_it(tmp_path):
     lines = local(tmp_path)
-    assert troubles(lines) == [("warning", "island.listen_host")]
+    # Islands of other tests may have rank stores on this machine.
+    of_this_test = [trouble for trouble in troubles(lines) if trouble[1] != "rank stores"]
+    assert of_this_test == [("warning", "island.listen_host")]
     assert parse_config(TINY).run.hash in texts(lines, "config")[0]
     assert "run's state takes 282 kB" in texts(lines, "island.run_dir")[0]
 

@@ -1,6 +1,5 @@
 """Attention in one process, within documents or without, and the attention kernels."""
 
-import resource
 from itertools import pairwise
 
 import pytest
@@ -21,6 +20,7 @@ from inner.model.attention_kernels import (
 from tests.harness import run_ranks
 from tests.inner.sequences import BANDS, B, Case, expected, inputs, pack_at, with_gradients
 from tests.inner.small import relative_error
+from tests.memory import read_status, reset_peak
 
 CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 LONG = 16384
@@ -57,9 +57,10 @@ def growth_of_memory(_: int, seq_len: int) -> int:
     """Bytes by which the process grows in a forward and backward of documents of 512 positions."""
     packing = pack_at((torch.arange(seq_len) // 512)[None].numpy(), torch.arange(seq_len))
     q, k, v = (torch.randn(1, seq_len, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reset_peak()
+    before = read_status("VmHWM")
     causal_attention(q, k, v, packing).sum().backward()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return read_status("VmHWM") - before
 
 
 def test_memory_does_not_grow_with_pairs_of_positions():
