@@ -68,7 +68,7 @@ def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
     """Return the number of weights of q, k and v, of the output projection, of gate and up, and of
     the down projection.
     """
-    matrices = [param for param in block_params(sizes) if param.is_matrix]
+    matrices = [param for param in block_params(sizes, has_experts=False) if param.is_matrix]
     attention = [param for param in matrices if param.module.startswith("attention.")]
     ffn = [param for param in matrices if param.module.startswith("ffn.")]
     qkv = sum(param.numel(sizes) for param in attention if param.is_input)

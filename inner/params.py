@@ -2,8 +2,9 @@
 this rank holds.
 
 Only this file unwraps DTensors. A parameter is seen as a matrix (shape[0], product of the rest); a
-1-D parameter is (n, 1), a 0-d parameter (1, 1). The slices of one replica's ranks cover the model
-exactly once.
+1-D parameter is (n, 1), a 0-d parameter (1, 1). The matrices of a mixture's experts are one tensor
+in the model, and each of them is a parameter here (inner/expert_names.py). The slices of one
+replica's ranks cover the model exactly once.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from inner.expert_names import expert_name, find_expert, is_stacked
 from inner.param_spec import ParamSlice, ParamSpec
 
 
@@ -42,27 +44,57 @@ class LocalParams:
 
         With `names` the view is limited to these parameters.
         """
-        found = [(name, param) for name, param in whole.named_parameters() if names is None or name in names]
-        self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in found]
+        self.specs = []
         self.slices = []
         # FSDP swaps the modules' parameters while it computes. These references remain the sharded
         # fp32 masters.
         self._copies: list[list[Tensor]] = []
-        named: dict[str, list[Tensor]] = defaultdict(list)
+        self._parts: list[int | None] = []
+        """For each slice, its index in the first dimension of this rank's shard; None: it is the
+        whole shard."""
+        held: dict[str, list[Tensor]] = defaultdict(list)
         for stage in stages:
             for name, param in stage.named_parameters():
-                named[name].append(param)
-        for spec in self.specs:
-            copies = named.get(spec.name)
-            if copies and min((param_slice := _slice(spec, copies[0])).shape) > 0:
-                self.slices.append(param_slice)
-                self._copies.append(copies)
+                held[name].append(param)
+        for name, param in whole.named_parameters():
+            if names is None or name in names:
+                self._add(name, param, held.get(name))
+
+    def _add(self, name: str, param: Tensor, copies: list[Tensor] | None) -> None:
+        """Add a parameter of the whole model, of which this rank holds shards in `copies`."""
+        if not is_stacked(name, param.ndim):
+            spec = ParamSpec(name, tuple(param.shape))
+            self.specs.append(spec)
+            if copies:
+                self._add_slice(_slice(spec, copies[0]), copies, None)
+            return
+        shape = tuple(param.shape[1:])
+        specs = [ParamSpec(expert_name(name, number), shape) for number in range(param.shape[0])]
+        self.specs += specs
+        if copies:
+            held, rows = _shard_of_stack(name, tuple(param.shape), copies[0])
+            for part, number in enumerate(range(*held)):
+                self._add_slice(ParamSlice(specs[number].name, rows, (0, shape[1])), copies, part)
+
+    def _add_slice(self, held: ParamSlice, copies: list[Tensor], part: int | None) -> None:
+        if min(held.shape) > 0:
+            self.slices.append(held)
+            self._copies.append(copies)
+            self._parts.append(part)
 
     def copies(self, index: int) -> Sequence[Tensor]:
         """Return the live parameters that slice `index` belongs to. A tied parameter has
         several.
         """
         return self._copies[index]
+
+    def local_view(self, index: int, tensor: Tensor) -> Tensor:
+        """Return the part of this rank's shard of `tensor` that slice `index` is, in the memory of the
+        shard. `tensor`: a live parameter of that slice, or an optimizer's state of it.
+        """
+        local = local_tensor(tensor)
+        part = self._parts[index]
+        return local if part is None else local[part]
 
     def read(self, index: int) -> Tensor:
         """Return slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter
@@ -85,7 +117,7 @@ class LocalParams:
             f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
         )
         for param in self._copies[index]:
-            local = local_tensor(param)
+            local = self.local_view(index, param)
             local.copy_(values.view(local.shape), non_blocking=True)
 
     def write_all(self, values: Mapping[int, Tensor]) -> None:
@@ -105,16 +137,46 @@ class LocalParams:
         """Return slice `index` in its own memory, 2-D fp32; a copy if the memory has another
         order.
         """
-        return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape)
+        return self.local_view(index, self._copies[index][0]).reshape(self.slices[index].shape)
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and
         has one copy; else None.
         """
         param, *others = self._copies[index]
-        tensor = local_tensor(param)
+        tensor = self.local_view(index, param)
         can_be_viewed = not others and tensor.device.type == "cpu" and tensor.is_contiguous()
         return tensor.view(self.slices[index].shape) if can_be_viewed else None
+
+
+def unstack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors of a model by the names used here: a stack of experts as one matrix per
+    expert, sharing its memory.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_stacked(name, tensor.ndim):
+            named |= {expert_name(name, number): matrix for number, matrix in enumerate(tensor.unbind())}
+        else:
+            named[name] = tensor
+    return named
+
+
+def stack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors by the names of the model's modules: the inverse of `unstack`. Experts
+    are copied.
+    """
+    named: dict[str, Tensor] = {}
+    matrices: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        place = find_expert(name)
+        if place is None:
+            named[name] = tensor
+        else:
+            matrices[place[0]][place[1]] = tensor
+    for name, by_number in matrices.items():
+        named[name] = torch.stack([by_number[number] for number in range(len(by_number))])
+    return named
 
 
 def local_tensor(param: Tensor) -> Tensor:
@@ -159,6 +221,19 @@ def pinned_like(tensor: Tensor) -> Tensor | None:
 
 def _can_pin(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
+
+
+def _shard_of_stack(name: str, shape: tuple[int, ...], param: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the half-open ranges of experts, and of the rows of each, in this rank's shard of a
+    stack of experts.
+    """
+    assert tuple(param.shape) == shape, f"{name} has shape {tuple(param.shape)} in a stage, {shape} in the model"
+    local_shape: tuple[int, ...] = shape
+    offset: tuple[int, ...] = (0,) * len(shape)
+    if isinstance(param, DTensor):
+        local_shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    assert local_shape[2] == shape[2], f"{name}: experts may be sharded by expert and by row only"
+    return (offset[0], offset[0] + local_shape[0]), (offset[1], offset[1] + local_shape[1])
 
 
 def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.data.micro_batch import MicroBatch, empty_window, num_targets
+from inner.data.micro_batch import MicroBatch, empty_window, num_inputs_in, num_targets
 from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
+from inner.model.balance import RoutedStep
+from inner.model.experts import recording
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers
 from inner.optim.clipping import clip_gradients, squared_norm
+from inner.optim.expert_balance import RoutingResult, gather_routing, move_biases
 from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
 from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.muon.orthogonalise import product_dtype
@@ -61,6 +65,8 @@ class StepResult:
     """The spike, if the loss is one."""
     noise: GradientNoise | None = None
     """The measured gradient noise; None in steps that do not measure it."""
+    routing: RoutingResult | None = None
+    """What the routers did; None for a model without experts."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +118,21 @@ class Trainer:
         """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
+        self._sizes = model if isinstance(model, ModelSizes) else None
         if isinstance(model, ModelSizes):
             check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
         dtype = COMPUTE_DTYPES[settings.compute_dtype]
         layout = Layout(model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss)
         self.model_parts = build_stages(layout)
-        self.params = LocalParams(build_whole(layout), self.model_parts)
+        whole = build_whole(layout)
+        self.params = LocalParams(whole, self.model_parts)
         if isinstance(model, OwnModel):
             initialise_own_model(self.params, self.model_parts[0], settings.seed)
         elif settings.init_from is None:
             settings.draw_weights(self.params, self.model_parts, settings.seed)
         else:
             load_weights(self.params, self.model_parts, settings.init_from)
-        names = [spec.name for spec in self.params.specs]
+        names = [name for name, _ in whole.named_parameters()]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
         self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
         self._cutter = build_cutter(layout, settings.eos_id)
@@ -167,7 +175,10 @@ class Trainer:
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
-        my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
+        routed = self._begin_routing(micro_batches)
+        with nullcontext() if routed is None else recording(self.model_parts, routed):
+            my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
+        routing = None if routed is None else self._end_routing(routed)
         sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
         # The host waits for the device only here. All ranks see the same sums, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
@@ -178,6 +189,8 @@ class Trainer:
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
         if not is_skipped:
             self._update(lr, math.sqrt(norm_2))
+            if routing is not None:
+                move_biases(self.model_parts, routing, self._config.balance.bias_speed)
         self._zero_gradients()
         self.inner_step += 1
         self._count_broken(is_broken, loss_sum)
@@ -192,6 +205,7 @@ class Trainer:
             is_skipped=is_skipped,
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
+            routing=routing,
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -220,6 +234,25 @@ class Trainer:
         self._sum_gradients()
         return my_loss
 
+    def _begin_routing(self, micro_batches: Sequence[Tensor]) -> RoutedStep | None:
+        """Count the tokens that the routers of this step will see. Every rank must call it."""
+        if self._sizes is None or self._sizes.experts is None:
+            return None
+        num_inputs = self._sum(self._counted(micro_batches, num_inputs_in))
+        scale = (1.0 / num_inputs.clamp(min=1.0)).float()
+        return RoutedStep(self._config.balance, scale, self._sum_over_sequence)
+
+    def _sum_over_sequence(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that share the positions of a sequence. All of them must call it."""
+        if self.mesh.degrees.cp > 1:
+            dist.all_reduce(values, group=self.mesh.cp_group)
+        return values
+
+    def _end_routing(self, routed: RoutedStep) -> RoutingResult:
+        """Return what the routers of all ranks did. Every rank must call it."""
+        assert self._sizes is not None, "only the built-in decoder has routers"
+        return gather_routing(self._sizes, routed, self._sum, 1.0 / float(routed.scale))
+
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every
         return every > 0 and self.inner_step % every == 0
@@ -246,12 +279,16 @@ class Trainer:
             optimizer.zero_grad()
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
-        """Return the number of valid targets on one of the ranks with the same windows, else 0.
+        """Return the number of valid targets on one of the ranks with the same windows, else 0."""
+        return self._counted(windows, num_targets)
+
+    def _counted(self, windows: Sequence[Tensor], count_of: Callable[[Tensor], int]) -> Tensor:
+        """Return a count over the windows on one of the ranks that have the same, else 0.
 
         It is counted on the CPU and written on the device (0-dim fp64), so that neither waits.
         """
         at = self.mesh.at
-        count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
+        count = sum(map(count_of, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
         return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:

@@ -51,13 +51,16 @@ FROM_SWARM = {
     "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta "
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
-    "attention_factor beta_fast beta_slow",
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim",
+    "model.experts": "number per_token dim shared dense_layers scores groups kept_groups renormalise scale capacity",
+    "model.latent": "q_rank kv_rank nope_dim rope_dim value_dim",
     "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos bos order "
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
     "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "
     "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss noise_scale_every",
     "optimizer.spikes": "deviations steps action",
+    "optimizer.balance": "bias_speed sequence_loss router_z_loss",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",
     "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds "

@@ -25,6 +25,7 @@ from diloco.config.island import IslandConfig
 from diloco.config.overrides import apply_override, merge
 from diloco.errors import ConfigError
 from inner.config import (
+    BalanceConfig,
     DataConfig,
     EvaluateConfig,
     ModelConfig,
@@ -105,6 +106,8 @@ class RunConfig(Section):
         unset |= {"order_seed"} if self.order_seed is None else set()
         not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
         not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
+        not_agreed["model"] = self.model.later_defaults
+        not_agreed["optimizer"] = {"balance"} if self.optimizer.balance == BalanceConfig() else set()
         not_agreed["outer"] = self.outer.later_defaults
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -2,6 +2,7 @@
 
     params/<full name>                  fp32 master weights
     optimizer/<full name>/<state>       the optimizer's states of that parameter
+    buffers/<full name>                 buffers that training changes: the biases of routers
 
 Hyperparameters are not saved: they come from the config, and the learning rate from the config and the inner step.
 """
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from inner.optim.muon.muon import rows_of_stack
 from inner.optim.primal_averaging import optimizer_kind
 
 PARAMS = "params/"
 OPTIMIZER = "optimizer/"
+BUFFERS = "buffers/"
 
 Stages = Sequence[nn.Module]
 Optimizers = Sequence[Optimizer]
@@ -33,6 +36,8 @@ def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tenso
     named: dict[str, list[Tensor]] = defaultdict(list)
     for name, param in named_params(stages):
         named[PARAMS + name].append(param.detach())
+    for name, buffer in saved_buffers(stages):
+        named[BUFFERS + name].append(buffer)
     for name, param, optimizer, _ in _stepped(stages, optimizers):
         for key, value in optimizer.state.get(param, {}).items():
             assert isinstance(value, Tensor), f"{name}: {key} is {type(value)}; only tensors are saved"
@@ -84,10 +89,13 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
                 f"{name} is {tuple(param.shape)} {param.dtype} in the model, {tuple(stored.size)} "
                 f"{stored.properties.dtype} in the checkpoint"
             )
+    for name, _ in saved_buffers(stages):
+        if BUFFERS + name not in saved:
+            return f"the model has the buffer {name}, the checkpoint does not"
     keys = _saved_keys(saved)
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
-            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (param.shape, param.shape[:1], ()):
+            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (*_shapes_of_rows(param), param.shape, ()):
                 return f"{name} is {tuple(param.shape)}, but its {key} in the checkpoint is {tuple(size)}"
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
@@ -116,6 +124,23 @@ def named_params(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
         yield from stage.named_parameters()
 
 
+def saved_buffers(stages: Stages) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's buffers that are part of the training state, with their names. A module
+    names its own in `saved_buffers`.
+    """
+    for stage in stages:
+        for path, module in stage.named_modules():
+            for name in getattr(module, "saved_buffers", ()):
+                yield f"{path}.{name}", module.get_buffer(name)
+
+
+def _shapes_of_rows(param: Tensor) -> tuple[torch.Size, ...]:
+    """Return the possible shapes of a state with a number for each row: of a matrix, or of all
+    matrices of a stack of experts.
+    """
+    return (param.shape[:2],) if param.ndim == 3 else (param.shape[:1],)
+
+
 def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
     """Yield (name, parameter, optimizer, param group) for each parameter that an optimizer
     steps.
@@ -135,6 +160,8 @@ def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorag
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)
+    if param.ndim == 3 and saved.size == param.shape[:2]:
+        return rows_of_stack(param, dtype)
     if saved.size == param.shape[:1]:
         return torch.zeros(saved.size, dtype=dtype, device=param.device)
     on_device = group.get("fused") or group.get("capturable")

@@ -3,6 +3,7 @@ errors appear fast.
 """
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
+from inner.config.experts import BalanceConfig, ExpertsConfig, LatentConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling
 from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup, SpikeConfig
 from inner.config.parallel import (
@@ -21,9 +22,12 @@ __all__ = [
     "ROPE_KEYS",
     "Accumulate",
     "AveragingConfig",
+    "BalanceConfig",
     "ContextMethod",
     "DataConfig",
     "EvaluateConfig",
+    "ExpertsConfig",
+    "LatentConfig",
     "MeshConfig",
     "MixtureEntry",
     "ModelConfig",

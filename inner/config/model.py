@@ -1,9 +1,10 @@
 """Config of the model."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from inner.config.experts import ExpertsConfig, LatentConfig
 from inner.config.section import Section
 from inner.import_path import Options, one_of
 
@@ -11,7 +12,16 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "dynamic": (("original_max_position_embeddings",), ()),
     "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("original_max_position_embeddings",), ("attention_factor", "beta_fast", "beta_slow")),
+    "yarn": (
+        ("original_max_position_embeddings",),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ),
+    ),
 }
 """For each type of RoPE scaling: the keys that it needs beside `rope_type` and `factor`, and the
 keys that it also accepts."""
@@ -42,6 +52,13 @@ class RopeScaling(Section):
     beta_slow: float | None = Field(default=None, gt=0)
     """For yarn: a frequency with fewer turns than this within the original length is divided by the
     whole factor. null: 1."""
+
+    mscale: float | None = Field(default=None, gt=0)
+    """For yarn, with mscale_all_dim: cosines and sines are multiplied by the ratio of
+    0.1 mscale ln(factor) + 1 to the same with mscale_all_dim. null: see attention_factor."""
+    mscale_all_dim: float | None = Field(default=None, gt=0)
+    """For yarn in latent attention: attention scores are multiplied by the square of
+    0.1 mscale_all_dim ln(factor) + 1. null: they are not."""
 
     @property
     def original_length(self) -> int:
@@ -91,7 +108,8 @@ class ModelConfig(Section):
     head_dim: int | None = Field(default=None, ge=2)
     """Size of a head. null: dim / num_heads."""
     ffn_dim: int | None = Field(default=None, ge=8)
-    """Width of the hidden layer in the SwiGLU feed-forward of a block."""
+    """Width of the hidden layer in the SwiGLU feed-forward of a block. In a mixture of experts it
+    is for blocks without experts; null: the width of an expert."""
     vocab_size: int | None = Field(default=None, ge=2)
     """Number of rows of the embedding, at least the number of tokens of the tokenizer. null: that
     number."""
@@ -105,8 +123,23 @@ class ModelConfig(Section):
     """RMSNorm of each query and key head, as in Qwen3."""
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
+    experts: ExpertsConfig | None = None
+    """A mixture of experts instead of one feed-forward per block. null: as the preset, or none."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, as in DeepSeek-V3. null: as the preset, or ordinary attention."""
     tie_embeddings: bool | None = None
     """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
+
+    @property
+    def later_defaults(self) -> dict[str, Any]:
+        """Keys at their defaults that were added later, in pydantic's form for `exclude`. Runs of
+        earlier versions do not have them.
+        """
+        later: dict[str, Any] = {name: True for name in ("experts", "latent") if getattr(self, name) is None}
+        if self.rope_scaling is not None:
+            unset = {name for name in ("mscale", "mscale_all_dim") if getattr(self.rope_scaling, name) is None}
+            later["rope_scaling"] = unset
+        return later
 
     @model_validator(mode="after")
     def _an_own_model_has_its_own_settings(self) -> Self:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from inner.config.experts import BalanceConfig
 from inner.config.section import Section
 from inner.foreign.name_pattern import NamePattern
 from inner.import_path import Options, is_import_path, one_of
@@ -122,6 +123,8 @@ class OptimizerConfig(Section):
 
     spikes: SpikeConfig = SpikeConfig()
     """Detection of loss spikes."""
+    balance: BalanceConfig = BalanceConfig()
+    """Balance of the experts of a mixture. Models without experts do not use it."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the term log(Z)^2 that is added to each position's loss, where Z is the denominator
     of the softmax (PaLM, 2204.02311, uses 1e-4). It keeps logits from drifting. Reported losses do

@@ -131,6 +131,11 @@ def num_targets(window_BT: Tensor) -> int:
     return int((window_BT[:, 1:] >= 0).sum())
 
 
+def num_inputs_in(window_BT: Tensor) -> int:
+    """Return the number of positions of a window that the model reads, and that are not padding."""
+    return int((decode(window_BT)[0][:, :-1] >= 0).sum())
+
+
 def empty_window(num_sequences: int, seq_len: int) -> Tensor:
     """Return a window without a valid target."""
     return torch.full((num_sequences, seq_len + 1), IGNORE_INDEX)

@@ -12,7 +12,7 @@ DEFAULT_THETA = 10000.0
 """rope_theta of every supported model type if the config.json does not set it."""
 IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 """Keys of the settings that other code reads or checks."""
-NO_CHANGE = {"truncate": True, "mscale": None, "mscale_all_dim": None}
+NO_CHANGE = {"truncate": True}
 """Keys that are allowed with the value that changes nothing."""
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
+from inner.expert_names import expert_name
 from inner.model.block_params import block_params
 from inner.model.sizes import ModelSizes
 from inner.param_spec import ParamSpec
@@ -14,11 +15,24 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     """
     table = sizes.vocab_size, sizes.dim
     specs = [ParamSpec("embed.weight", table)]
-    block = [(param.name, param.shape(sizes)) for param in block_params(sizes)]
+    blocks = {has_experts: _block_specs(sizes, has_experts) for has_experts in (False, sizes.experts is not None)}
     for layer in range(sizes.num_layers):
+        block = blocks[sizes.has_experts(layer)]
         specs += [ParamSpec(f"layers.{layer}.{name}", shape) for name, shape in block]
     specs.append(ParamSpec("norm.weight", (sizes.dim,)))
     return tuple(specs if sizes.tie_embeddings else [*specs, ParamSpec("head.weight", table)])
+
+
+def _block_specs(sizes: ModelSizes, has_experts: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and shape of the parameters of a block. Each expert's matrix is a parameter."""
+    specs: list[tuple[str, tuple[int, ...]]] = []
+    for param in block_params(sizes, has_experts=has_experts):
+        shape = param.shape(sizes)
+        if param.is_stacked:
+            specs += [(expert_name(param.name, number), shape) for number in range(param.num_copies(sizes))]
+        else:
+            specs.append((param.name, shape))
+    return specs
 
 
 def num_elements(specs: Sequence[ParamSpec]) -> int:

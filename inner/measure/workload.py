@@ -91,7 +91,9 @@ class Workload:
     @cached_property
     def block(self) -> "FsdpParamGroup":
         """Parameters of one layer."""
-        shapes = [param.rank_shape(self.sizes, self.degrees.tp) for param in block_params(self.sizes)]
+        shapes = [
+            param.rank_shape(self.sizes, self.degrees.tp) for param in block_params(self.sizes, has_experts=False)
+        ]
         return FsdpParamGroup(tuple(shapes))
 
     @property

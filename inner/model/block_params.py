@@ -11,14 +11,22 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from inner.config import ExpertsConfig, LatentConfig
 from inner.model.sizes import ModelSizes
 
-Cut = Literal["heads", "kv_heads", "hidden", "columns of heads", "columns of hidden", "stream", "each head"]
+Cut = Literal[
+    "heads", "kv_heads", "hidden", "columns of heads", "columns of hidden", "stream", "each head", "latent", "experts"
+]
 """What the ranks of tp divide among them: rows or columns of a matrix, by heads or by hidden units.
 
     stream       nothing: the parameter acts on positions of the residual stream, which sequence parallelism divides
     each head    nothing: the parameter acts on each head, and the heads are divided
+    latent       nothing: all heads read the narrow vector that the parameter computes or norms
+    experts      nothing: the ranks divide the positions, and every expert may be chosen at each of them
 """
+Place = Literal["every block", "dense blocks", "blocks with experts"]
+"""The blocks that have a parameter. A block is dense unless its feed-forward is a mixture of
+experts."""
 Size = Callable[[ModelSizes], int]
 
 
@@ -34,6 +42,16 @@ class BlockParam:
     huggingface: str
     """The name after `model.layers.<number>.` in Hugging Face's files."""
     exists: Callable[[ModelSizes], bool] = lambda sizes: True
+    place: Place = "every block"
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the module has one such parameter per expert, all of them in one tensor."""
+        return self.name.startswith(EXPERTS)
+
+    def num_copies(self, sizes: ModelSizes) -> int:
+        """Return the number of such parameters in one block: one, or one per expert."""
+        return sizes.experts.number if self.is_stacked and sizes.experts is not None else 1
 
     @property
     def module(self) -> str:
@@ -52,31 +70,45 @@ class BlockParam:
         return self.is_matrix and not self.cut.startswith("columns")
 
     def shape(self, sizes: ModelSizes) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
+        """Return the shape of the whole parameter; of a single expert's, if there are several."""
         return tuple(size(sizes) for size in self.sizes_of)
 
     def numel(self, sizes: ModelSizes) -> int:
-        return prod(self.shape(sizes))
+        """Return the number of elements; of all experts, if there are several."""
+        return self.num_copies(sizes) * prod(self.shape(sizes))
 
     def is_on_all_ranks(self, sizes: ModelSizes, tp: int) -> bool:
         """Return whether each rank of tp has the whole parameter. If there are fewer key-value
         heads than ranks, each rank has all key-value heads.
         """
-        return self.cut in ("stream", "each head") or (self.cut == "kv_heads" and sizes.num_kv_heads < tp)
+        return self.cut in ("stream", "each head", "latent", "experts") or (
+            self.cut == "kv_heads" and sizes.num_kv_heads < tp
+        )
 
     def rank_shape(self, sizes: ModelSizes, tp: int) -> tuple[int, int]:
-        """Return rows and columns (1 for a vector) on the tp rank with the largest share."""
+        """Return rows and columns (1 for a vector) on the tp rank with the largest share.
+
+        The tensor of all experts is seen as a matrix with a row per expert.
+        """
         rows, *cols = self.shape(sizes)
         columns = cols[0] if cols else 1
+        if self.is_stacked:
+            return self.num_copies(sizes), rows * columns
         if self.is_on_all_ranks(sizes, tp):
             return rows, columns
         if self.cut == "hidden":
-            return -(-sizes.ffn_dim // tp), columns
+            return -(-rows // tp), columns
         if self.cut == "columns of hidden":
-            return rows, -(-sizes.ffn_dim // tp)
+            return rows, -(-columns // tp)
         heads = sizes.num_kv_heads if self.cut == "kv_heads" else sizes.num_heads
-        share = -(-heads // tp) * sizes.head_dim
-        return (rows, share) if self.cut == "columns of heads" else (share, columns)
+        mine = -(-heads // tp)
+        if self.cut == "columns of heads":
+            return rows, mine * (columns // heads)
+        return mine * (rows // heads), columns
+
+
+EXPERTS = "ffn.experts."
+"""Beginning of the names of parameters of which each expert has one."""
 
 
 def _dim(sizes: ModelSizes) -> int:
@@ -91,12 +123,57 @@ def _kv_dim(sizes: ModelSizes) -> int:
     return sizes.kv_dim
 
 
+def _attended_dim(sizes: ModelSizes) -> int:
+    return sizes.attended_dim
+
+
 def _head_dim(sizes: ModelSizes) -> int:
     return sizes.head_dim
 
 
 def _ffn_dim(sizes: ModelSizes) -> int:
     return sizes.ffn_dim
+
+
+def _q_rank(sizes: ModelSizes) -> int:
+    return _latent(sizes).q_rank or 0
+
+
+def _kv_rank(sizes: ModelSizes) -> int:
+    return _latent(sizes).kv_rank
+
+
+def _kv_and_rope(sizes: ModelSizes) -> int:
+    latent = _latent(sizes)
+    return latent.kv_rank + latent.rope_dim
+
+
+def _keys_and_values(sizes: ModelSizes) -> int:
+    latent = _latent(sizes)
+    return sizes.num_heads * (latent.nope_dim + latent.value_dim)
+
+
+def _num_experts(sizes: ModelSizes) -> int:
+    return _experts(sizes).number
+
+
+def _expert_dim(sizes: ModelSizes) -> int:
+    return _experts(sizes).dim
+
+
+def _shared_dim(sizes: ModelSizes) -> int:
+    experts = _experts(sizes)
+    return experts.shared * experts.dim
+
+
+def _latent(sizes: ModelSizes) -> LatentConfig:
+    assert sizes.latent is not None, "the parameter belongs to latent attention"
+    return sizes.latent
+
+
+def _experts(sizes: ModelSizes) -> ExpertsConfig:
+    assert sizes.experts is not None, "the parameter belongs to a mixture of experts"
+    return sizes.experts
 
 
 def _has_bias(sizes: ModelSizes) -> bool:
@@ -107,25 +184,77 @@ def _has_head_norms(sizes: ModelSizes) -> bool:
     return sizes.qk_norm
 
 
+def _has_q_proj(sizes: ModelSizes) -> bool:
+    return sizes.latent is None or sizes.latent.q_rank is None
+
+
+def _has_q_rank(sizes: ModelSizes) -> bool:
+    return not _has_q_proj(sizes)
+
+
+def _is_latent(sizes: ModelSizes) -> bool:
+    return sizes.latent is not None
+
+
+def _is_ordinary(sizes: ModelSizes) -> bool:
+    return sizes.latent is None
+
+
+def _has_shared(sizes: ModelSizes) -> bool:
+    return sizes.experts is not None and sizes.experts.shared > 0
+
+
+def _ffn(
+    module: str, dim: Size, huggingface: str, exists: Callable[[ModelSizes], bool], place: Place
+) -> tuple[BlockParam, ...]:
+    """Return the three matrices of a SwiGLU feed-forward of width `dim`."""
+    first: Cut = "experts" if module + "." == EXPERTS else "hidden"
+    last: Cut = "experts" if module + "." == EXPERTS else "columns of hidden"
+    return (
+        BlockParam(f"{module}.gate_proj.weight", (dim, _dim), first, f"{huggingface}.gate_proj.weight", exists, place),
+        BlockParam(f"{module}.up_proj.weight", (dim, _dim), first, f"{huggingface}.up_proj.weight", exists, place),
+        BlockParam(f"{module}.down_proj.weight", (_dim, dim), last, f"{huggingface}.down_proj.weight", exists, place),
+    )
+
+
+def _always(_: ModelSizes) -> bool:
+    return True
+
+
 BLOCK_PARAMS = (
     BlockParam("attention_norm.weight", (_dim,), "stream", "input_layernorm.weight"),
-    BlockParam("attention.q_proj.weight", (_q_dim, _dim), "heads", "self_attn.q_proj.weight"),
+    BlockParam("attention.q_proj.weight", (_q_dim, _dim), "heads", "self_attn.q_proj.weight", _has_q_proj),
     BlockParam("attention.q_proj.bias", (_q_dim,), "heads", "self_attn.q_proj.bias", _has_bias),
-    BlockParam("attention.k_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.k_proj.weight"),
+    BlockParam("attention.k_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.k_proj.weight", _is_ordinary),
     BlockParam("attention.k_proj.bias", (_kv_dim,), "kv_heads", "self_attn.k_proj.bias", _has_bias),
-    BlockParam("attention.v_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.v_proj.weight"),
+    BlockParam("attention.v_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.v_proj.weight", _is_ordinary),
     BlockParam("attention.v_proj.bias", (_kv_dim,), "kv_heads", "self_attn.v_proj.bias", _has_bias),
-    BlockParam("attention.out_proj.weight", (_dim, _q_dim), "columns of heads", "self_attn.o_proj.weight"),
+    BlockParam("attention.q_a_proj.weight", (_q_rank, _dim), "latent", "self_attn.q_a_proj.weight", _has_q_rank),
+    BlockParam("attention.q_a_norm.weight", (_q_rank,), "latent", "self_attn.q_a_layernorm.weight", _has_q_rank),
+    BlockParam("attention.q_b_proj.weight", (_q_dim, _q_rank), "heads", "self_attn.q_b_proj.weight", _has_q_rank),
+    BlockParam(
+        "attention.kv_a_proj.weight", (_kv_and_rope, _dim), "latent", "self_attn.kv_a_proj_with_mqa.weight", _is_latent
+    ),
+    BlockParam("attention.kv_a_norm.weight", (_kv_rank,), "latent", "self_attn.kv_a_layernorm.weight", _is_latent),
+    BlockParam(
+        "attention.kv_b_proj.weight", (_keys_and_values, _kv_rank), "heads", "self_attn.kv_b_proj.weight", _is_latent
+    ),
+    BlockParam("attention.out_proj.weight", (_dim, _attended_dim), "columns of heads", "self_attn.o_proj.weight"),
     BlockParam("attention.q_norm.weight", (_head_dim,), "each head", "self_attn.q_norm.weight", _has_head_norms),
     BlockParam("attention.k_norm.weight", (_head_dim,), "each head", "self_attn.k_norm.weight", _has_head_norms),
     BlockParam("ffn_norm.weight", (_dim,), "stream", "post_attention_layernorm.weight"),
-    BlockParam("ffn.gate_proj.weight", (_ffn_dim, _dim), "hidden", "mlp.gate_proj.weight"),
-    BlockParam("ffn.up_proj.weight", (_ffn_dim, _dim), "hidden", "mlp.up_proj.weight"),
-    BlockParam("ffn.down_proj.weight", (_dim, _ffn_dim), "columns of hidden", "mlp.down_proj.weight"),
+    *_ffn("ffn", _ffn_dim, "mlp", _always, "dense blocks"),
+    BlockParam("ffn.router.weight", (_num_experts, _dim), "experts", "mlp.gate.weight", place="blocks with experts"),
+    *_ffn("ffn.experts", _expert_dim, "mlp.experts.{}", _always, "blocks with experts"),
+    *_ffn("ffn.shared", _shared_dim, "mlp.shared_experts", _has_shared, "blocks with experts"),
 )
 """All parameters that a block may have, in the order of its modules."""
 
 
-def block_params(sizes: ModelSizes) -> list[BlockParam]:
-    """Return the parameters of a model's block, in the order of `Block.named_parameters()`."""
-    return [param for param in BLOCK_PARAMS if param.exists(sizes)]
+def block_params(sizes: ModelSizes, *, has_experts: bool) -> list[BlockParam]:
+    """Return the parameters of one of a model's blocks, in the order of `Block.named_parameters()`.
+
+    `has_experts`: whether the block's feed-forward is a mixture of experts.
+    """
+    other = "dense blocks" if has_experts else "blocks with experts"
+    return [param for param in BLOCK_PARAMS if param.place != other and param.exists(sizes)]

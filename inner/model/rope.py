@@ -25,9 +25,9 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
     """Return the factors for `rotate`: (cos, cos) and (-sin, sin) of the angles at some positions
     of a sequence.
 
-    (2, S, E), fp32 on the CPU. `seq_len` is the length of the whole sequence. The table has both
-    halves of a head, because a layer that concatenated them itself would keep its own copy for the
-    backward.
+    (2, S, E), fp32 on the CPU, where E is the size of the part of a head that turns. `seq_len` is
+    the length of the whole sequence. The table has both halves of that part, because a layer that
+    concatenated them itself would keep its own copy for the backward.
     """
     angles_SP = torch.outer(positions_S.float(), rope_frequencies(sizes, seq_len))
     cos_SP = angles_SP.cos()
@@ -43,8 +43,8 @@ def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
     scaling = sizes.rope_scaling
     theta = sizes.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
-        theta *= _dynamic_growth(scaling, sizes.head_dim, seq_len)
-    exponents_P = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+        theta *= _dynamic_growth(scaling, sizes.rope_dim, seq_len)
+    exponents_P = torch.arange(0, sizes.rope_dim, 2, dtype=torch.float32) / sizes.rope_dim
     frequencies_P = theta**-exponents_P
     if scaling is None or scaling.rope_type == "dynamic":
         return frequencies_P
@@ -56,7 +56,24 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     """Return the factor for cosines and sines; 1 except for yarn."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
-    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return _yarn_growth(scaling, scaling.mscale) / _yarn_growth(scaling, scaling.mscale_all_dim)
+    return _yarn_growth(scaling, 1.0)
+
+
+def softmax_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor for the scores of latent attention; 1 except for yarn with
+    mscale_all_dim.
+    """
+    if scaling is None or scaling.mscale_all_dim is None:
+        return 1.0
+    return _yarn_growth(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_growth(scaling: RopeScaling, weight: float) -> float:
+    return 0.1 * weight * math.log(scaling.factor) + 1.0
 
 
 def rotate(x_BSHE: Tensor, rope_2SE: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from inner.config import ModelConfig, RopeScaling
+from inner.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from inner.errors import InputError, nearest_multiples
 
 BYTE_VOCAB_SIZE = 260
@@ -29,20 +29,52 @@ class ModelSizes:
     qk_norm: bool = False
     qkv_bias: bool = False
     tie_embeddings: bool = False
+    experts: ExpertsConfig | None = None
+    """The mixture of experts; None: every block has one feed-forward."""
+    latent: LatentConfig | None = None
+    """Latent attention; None: ordinary attention."""
 
     @property
     def head_dim(self) -> int:
+        """Size of a query or key head."""
+        if self.latent is not None:
+            return self.latent.qk_dim
         return self.own_head_dim or self.dim // self.num_heads
 
     @property
+    def rope_dim(self) -> int:
+        """Size of the part of a head that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def q_dim(self) -> int:
-        """Width of the queries of all heads, and of the result of attention."""
+        """Width of the queries of all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Width of the result of attention over all heads."""
+        return self.num_heads * self.value_dim
 
     @property
     def kv_dim(self) -> int:
         """Width of the keys of all heads, and of their values."""
         return self.num_kv_heads * self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a block's feed-forward is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def expert_layers(self) -> range:
+        """Numbers of the blocks with a mixture of experts."""
+        first = self.num_layers if self.experts is None else self.experts.dense_layers
+        return range(first, self.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +102,60 @@ PRESETS: dict[str, ModelSizes] = {
     "8b": _llama3(dim=4096, num_layers=32, num_heads=32, ffn_dim=14336, tie_embeddings=False),
     "70b": _llama3(dim=8192, num_layers=80, num_heads=64, ffn_dim=28672, tie_embeddings=False),
     "405b": _llama3(dim=16384, num_layers=126, num_heads=128, ffn_dim=53248, tie_embeddings=False),
+    "1m-experts": _bytes(
+        dim=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=192,
+        experts=ExpertsConfig(number=8, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"),
+    ),
+    # About one billion parameters are active per token, of seven: OLMoE's sizes (2409.02060) with heads as in Qwen3.
+    "7b-a1b": ModelSizes(
+        dim=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_dim=1024,
+        vocab_size=50304,
+        qk_norm=True,
+        experts=ExpertsConfig(number=64, per_token=8, dim=1024, renormalise=False),
+    ),
+    "qwen3-30b-a3b": ModelSizes(
+        dim=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        own_head_dim=128,
+        ffn_dim=6144,
+        vocab_size=151936,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+        experts=ExpertsConfig(number=128, per_token=8, dim=768),
+    ),
+    # Without its layer of multi-token prediction, and without RoPE's scaling for long contexts.
+    "deepseek-v3": ModelSizes(
+        dim=7168,
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=128,
+        ffn_dim=18432,
+        vocab_size=129280,
+        norm_eps=1e-6,
+        experts=ExpertsConfig(
+            number=256,
+            per_token=8,
+            dim=2048,
+            shared=1,
+            dense_layers=3,
+            scores="sigmoid",
+            groups=8,
+            kept_groups=4,
+            scale=2.5,
+        ),
+        latent=LatentConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    ),
 }
 
 _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
@@ -106,11 +192,15 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
         )
     _check_vocab_size(config, vocab_size)
     given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
-    overrides = {name: value for name, value in given.items() if value is not None}
+    # A value at its default leaves that of the preset.
+    defaults = {name: info.default for name, info in ModelConfig.model_fields.items()}
+    overrides = {name: value for name, value in given.items() if value is not None and value != defaults[name]}
     if config.head_dim is not None:
         overrides["own_head_dim"] = config.head_dim
     overrides.setdefault("vocab_size", vocab_size)
     if config.preset is None:
+        if config.experts is not None and not config.experts.dense_layers:
+            overrides.setdefault("ffn_dim", config.experts.dim)
         missing = [name for name in _REQUIRED if name not in overrides]
         if missing:
             raise InputError(
@@ -125,6 +215,8 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
         allowed = ", ".join(PRESETS)
         raise InputError(f"model.preset {config.preset!r} is unknown; nearest is {near!r}; allowed: {allowed}")
     _check_heads(sizes)
+    _check_experts(sizes)
+    _check_latent(sizes)
     return sizes
 
 
@@ -151,4 +243,38 @@ def _check_heads(sizes: ModelSizes) -> None:
         raise InputError(
             "model.qk_norm and model.qkv_bias are both true, but no model type of transformers has both, so the "
             "weights could not be exported; set one to false"
+        )
+
+
+def _check_experts(sizes: ModelSizes) -> None:
+    """Raise InputError unless the experts' matrices can be multiplied in groups, and some block has
+    experts.
+    """
+    if sizes.experts is None:
+        return
+    if sizes.dim % 8:
+        raise InputError(
+            f"model.dim ({sizes.dim}) must be a multiple of 8 with model.experts, because grouped matrix products "
+            f"need rows of whole 16 bytes; try {nearest_multiples(sizes.dim, 8)}"
+        )
+    if sizes.experts.dense_layers >= sizes.num_layers:
+        raise InputError(
+            f"model.experts.dense_layers ({sizes.experts.dense_layers}) leaves none of model.num_layers "
+            f"({sizes.num_layers}) with experts; lower it, or leave model.experts out"
+        )
+
+
+def _check_latent(sizes: ModelSizes) -> None:
+    """Raise InputError if another setting of attention is given beside latent attention."""
+    if sizes.latent is None:
+        return
+    if sizes.num_kv_heads != sizes.num_heads:
+        raise InputError(
+            f"model.num_kv_heads ({sizes.num_kv_heads}) must equal num_heads ({sizes.num_heads}) with model.latent, "
+            f"whose heads do not share keys; set num_kv_heads to {sizes.num_heads}"
+        )
+    beside = {"head_dim": sizes.own_head_dim is not None, "qk_norm": sizes.qk_norm, "qkv_bias": sizes.qkv_bias}
+    if given := [f"model.{name}" for name, is_given in beside.items() if is_given]:
+        raise InputError(
+            f"{' and '.join(given)} cannot be set with model.latent, which has its own sizes; leave it out"
         )

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from inner.data.micro_batch import Packing
 from inner.model.attention import Attend, causal_attention
+from inner.model.experts import Mixture, mixtures
+from inner.model.feed_forward import FeedForward
+from inner.model.latent_attention import LatentAttention
 from inner.model.loss import LOSS_CHUNK, ChunkedCrossEntropy
 from inner.model.rope import rope_table, rotate
 from inner.model.sizes import ModelSizes
@@ -54,32 +57,28 @@ class Attention(nn.Module):
         return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, packing).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU feed-forward."""
-
-    def __init__(self, sizes: ModelSizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
-
-
 class Block(nn.Module):
     """One layer: attention and feed-forward, each with a norm before it and added to the residual stream."""
 
-    def __init__(self, sizes: ModelSizes) -> None:
+    def __init__(self, sizes: ModelSizes, layer: int = 0) -> None:
+        """Build the block with number `layer` of the whole model."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = Attention(sizes)
+        self.attention = Attention(sizes) if sizes.latent is None else LatentAttention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.ffn = FeedForward(sizes)
+        self.ffn = Mixture(sizes, layer) if sizes.has_experts(layer) else FeedForward(sizes.dim, sizes.ffn_dim)
 
-    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None, is_input_BS: Tensor | None = None
+    ) -> Tensor:
+        """Return the stream after this layer. Only a mixture of experts uses `is_input_BS`: see
+        Mixture.
+        """
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SE, packing)
-        return x_BSD + self.ffn(self.ffn_norm(x_BSD))
+        normed_BSD = self.ffn_norm(x_BSD)
+        if isinstance(self.ffn, Mixture):
+            return x_BSD + self.ffn(normed_BSD, is_input_BS)
+        return x_BSD + self.ffn(normed_BSD)
 
 
 class Head(nn.Module):
@@ -119,12 +118,12 @@ class Transformer(nn.Module):
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
         has_table = stage.is_first or (stage.is_last and sizes.tie_embeddings)
         self.embed = nn.Embedding(sizes.vocab_size, sizes.dim) if has_table else None
-        self.layers = nn.ModuleDict({str(number): Block(sizes) for number in stage.layers})
+        self.layers = nn.ModuleDict({str(number): Block(sizes, number) for number in stage.layers})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if stage.is_last else None
         self.head = Head(sizes) if stage.is_last else None
         self._positions_S = positions_S
         self._seq_len = len(positions_S) if seq_len is None else seq_len
-        self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.head_dim), persistent=False)
+        self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.rope_dim), persistent=False)
 
     def blocks(self) -> Iterator[Block]:
         for layer in self.layers.values():
@@ -132,18 +131,38 @@ class Transformer(nn.Module):
             yield layer
 
     def fill_tables(self) -> None:
-        """Recompute the non-persistent buffers in fp32. Call it after to_empty()."""
+        """Compute RoPE's table in fp32, and set the routers' biases to 0. Call it after
+        to_empty().
+        """
         self.rope_2SE.copy_(rope_table(self.sizes, self._positions_S, self._seq_len))
+        for mixture in mixtures([self]):
+            mixture.router.bias.zero_()
 
-    def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        targets_BS: Tensor | None = None,
+        packing: Packing | None = None,
+        tokens_BS: Tensor | None = None,
+    ) -> Tensor:
         """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
 
-        Token ids below 0 are padding. S may be smaller than the number of positions that the model was built for.
+        Token ids below 0 are padding. S may be smaller than the number of positions that the model
+        was built for. A stage with experts also needs the tokens if they are not its input.
         """
+        padding: list[Tensor] = []
+        if self.sizes.experts is not None:
+            padding = [(x if self.stage.is_first else _given(tokens_BS)) >= 0]
         # The embedding needs a valid index also for padding.
         x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rope_2SE, packing)
+            x_BSD = layer(x_BSD, self.rope_2SE, packing, *padding)
         if self.norm is None or self.head is None:
             return x_BSD
         return self.head(self.norm(x_BSD), None if self.embed is None else self.embed.weight, targets_BS)
+
+
+def _given(tokens_BS: Tensor | None) -> Tensor:
+    assert tokens_BS is not None, "a stage with experts must know which positions are padding"
+    return tokens_BS

@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
+from inner.expert_names import is_stacked
 from inner.foreign.name_pattern import NamePattern
 from inner.optim.muon.muon import Muon
 from inner.optim.own_optimizer import build_own_optimizer
@@ -70,7 +71,7 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
     """Return optimizer, lr_scale and weight decay: the group's values, or the defaults for this
     kind of parameter.
     """
-    is_matrix = param.ndim == 2 and name != "embed.weight"
+    is_matrix = (param.ndim == 2 or is_stacked(name, param.ndim)) and name != "embed.weight"
     weight_decay = config.weight_decay if is_matrix else 0.0
     optimizer = config.name
     # Embedding and head are matrices, too, but they are look-up tables rather than maps of the

@@ -5,6 +5,7 @@ The name of a moment is its parameter's name followed by `@exp_avg` or `@exp_avg
 like its parameter.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,14 +39,19 @@ class ParamsAndMoments:
         self.specs = params.specs
         self.slices = list(params.slices)
         self._moments: list[list[Tensor]] = []
+        """Of each slice of moments, this rank's part of the state of each copy of its parameter."""
         self._optimizers = optimizers
         states = make_states(optimizers)
         self._states: dict[str, list[OptimizerState]] = {}
+        self._moments_of: dict[str, list[Tensor]] = defaultdict(list)
+        """The same parts by the name of the parameter."""
         for kind in KINDS:
             for index, param_slice in enumerate(params.slices):
                 self._states[param_slice.name] = [states[param] for param in params.copies(index)]
                 self.slices.append(replace(param_slice, name=f"{param_slice.name}@{kind}"))
-                self._moments.append([state[kind] for state in self._states[param_slice.name]])
+                kept = [state[kind] for state in self._states[param_slice.name]]
+                self._moments.append([params.local_view(index, moment) for moment in kept])
+                self._moments_of[param_slice.name] += self._moments[-1]
 
     def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """Return slices by index, see `LocalParams.read_all`."""
@@ -65,7 +71,7 @@ class ParamsAndMoments:
         number = index - len(self._params.slices)
         if number < 0:
             return self._params.matrix(index)
-        return local_tensor(self._moments[number][0]).view(self.slices[index].shape)
+        return self._moments[number][0].view(self.slices[index].shape)
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all
@@ -80,7 +86,7 @@ class ParamsAndMoments:
             f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
         )
         for moment in self._moments[number]:
-            local_tensor(moment).view(target.shape).copy_(values, non_blocking=True)
+            moment.view(target.shape).copy_(values, non_blocking=True)
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself, to be written in place, or None if that is not possible (see
@@ -99,9 +105,9 @@ class ParamsAndMoments:
         for name, count in steps.items():
             for state in self._states.get(name, []):
                 state[STEP].fill_(count)
-                if count == 0:
-                    for kind in KINDS:
-                        local_tensor(state[kind]).zero_()
+            if count == 0:
+                for moment in self._moments_of.get(name, []):
+                    moment.zero_()
         for optimizer in self._optimizers:
             hold_within_second(optimizer)
 

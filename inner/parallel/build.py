@@ -66,6 +66,9 @@ class Layout:
         """
         if isinstance(self.model, OwnModel):
             return self.parallel.compile is True
+        if self.model.experts is not None:
+            # The number of rows per expert differs in each step, and the compiler would fix it.
+            return False
         return is_compiled(self.parallel, self.mesh.degrees, self.device.type)
 
     @cached_property

@@ -30,6 +30,7 @@ def check_layout(
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
+    _check_experts(sizes, degrees, parallel)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     positions = seq_len // degrees.cp
     if parallel.sequence_parallel and positions % degrees.tp:
@@ -94,6 +95,26 @@ def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | N
             "set recompute to none, or compile to false"
         )
     return None
+
+
+def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig) -> None:
+    """Raise InputError if a mixture of experts cannot be spread over the mesh."""
+    if sizes.experts is None:
+        return
+    if degrees.tp > 1:
+        raise InputError(
+            f"island.mesh.tp ({degrees.tp}): model.experts cannot be cut by tensor parallelism; set tp to 1"
+        )
+    if parallel.compile is True:
+        raise InputError(
+            "island.parallel.compile: blocks with model.experts cannot be compiled, because the number of rows per "
+            "expert differs in each step; set compile to false or auto"
+        )
+    if degrees.cp > 1 and sizes.experts.capacity is not None:
+        raise InputError(
+            f"island.mesh.cp ({degrees.cp}): model.experts.capacity is a limit per sequence, which ranks of cp share; "
+            "set cp to 1, or leave capacity out"
+        )
 
 
 def _check_tensor(sizes: ModelSizes, tp: int) -> None:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from inner.config import Recompute
 from inner.model.attention_kernels import VARLEN_OPERATOR
+from inner.model.kept import KeptValues
 
 # bmm is not in this set: only attention without a fused kernel uses it, and its results have all
 # pairs of positions.
@@ -37,6 +38,7 @@ KEPT_OPERATORS = {
         "aten": (
             "mm",
             "addmm",
+            "_grouped_mm",
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention",
             "_scaled_dot_product_efficient_attention",
@@ -91,7 +93,7 @@ def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Te
         return forward()
     around_forward, around_repetition = _selective_contexts() if is_selective else noop_context_fn()
     call = _RepeatableCall(forward, around_repetition)
-    with saved_tensors_hooks(call.pack, call.unpack), around_forward:
+    with call.kept.first(), saved_tensors_hooks(call.pack, call.unpack), around_forward:
         return forward()
 
 
@@ -122,6 +124,8 @@ class _RepeatableCall:
     def __init__(self, repeat: Callable[[], Tensor], around: AbstractContextManager) -> None:
         self._repeat = repeat
         self._around = around
+        self.kept = KeptValues()
+        """What the first forward decided, for the repetition."""
         # The references are weak, so that a tensor is freed once the backward is done with it, and
         # the call with its last tensor.
         self._saved: list[ref[_SavedTensor]] = []
@@ -158,7 +162,8 @@ class _RepeatableCall:
             return value
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(fill_next, lambda tensor: tensor), self._around:
+            hooks = saved_tensors_hooks(fill_next, lambda tensor: tensor)
+            with self.kept.again(), torch.enable_grad(), hooks, self._around:
                 self._repeat()
         except _RepetitionDone:
             return

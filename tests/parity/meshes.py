@@ -1,5 +1,6 @@
 """Meshes to compare with one process, and what a rank sees of 20 AdamW steps on one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -9,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inner.config import ParallelConfig, RopeScaling
+from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ParallelConfig, RopeScaling
 from inner.mesh import Degrees
+from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
+from inner.model.transformer import Transformer
 from inner.param_spec import ParamSlice, ParamSpec
-from inner.params import LocalParams, local_tensor
+from inner.params import LocalParams
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share, snapshot, whole_model
@@ -38,6 +41,29 @@ QWEN = replace(
 )
 # No attention, learned positions, LayerNorm, biases, a parameter of three dims.
 OWN = OwnModel(name="tests.own.models:GatedConv", options={"num_layers": 4}, vocab_size=61)
+# Six experts, which are no multiple of four ranks; a dense block first, a shared expert, and groups.
+MIXTURE = replace(
+    GROUPED,
+    experts=ExpertsConfig(
+        number=6,
+        per_token=2,
+        dim=24,
+        shared=1,
+        dense_layers=1,
+        scores="sigmoid",
+        groups=3,
+        kept_groups=2,
+        scale=1.5,
+    ),
+)
+# Latent attention, and softmax scores whose weights are not divided by their sum.
+LATENT = replace(
+    MIXTURE,
+    num_kv_heads=4,
+    qk_norm=False,
+    latent=LatentConfig(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
+    experts=ExpertsConfig(number=5, per_token=2, dim=16, renormalise=False),
+)
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -63,7 +89,14 @@ class Case:
             words.append(self.parallel.schedule)
         if self.degrees.cp > 1:
             words.append(self.parallel.context)
-        named = {"tied": TIED, "qwen": QWEN, "heads": MANY_HEADS, "own": OWN}
+        named = {
+            "tied": TIED,
+            "qwen": QWEN,
+            "heads": MANY_HEADS,
+            "own": OWN,
+            "mixture": MIXTURE,
+            "latent": LATENT,
+        }
         words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["documents"] if "eos_id" in self.settings else []
         words += ["bf16"] if self.settings["compute_dtype"] == "bfloat16" else []
@@ -82,9 +115,21 @@ def case(
     """For example case("pp2 tp2", TIED, schedule="zbv"); `how` makes up the ParallelConfig."""
     named = {axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz")) for axis in degrees.split()}
     settings: dict[str, Any] = {"micro_batch": micro_batch, "compute_dtype": compute_dtype}
+    if isinstance(sizes, ModelSizes) and sizes.experts is not None:
+        settings["draw_weights"] = with_wide_routers
     if eos_id is not None:
         settings["eos_id"] = eos_id
     return Case(Degrees(**named), sizes, ParallelConfig(**how), settings)
+
+
+def with_wide_routers(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
+    """Initial weights with routers that are sure of their choice. Near a tie, rounding would choose other experts on
+    another mesh, and 20 steps later the weights would differ by more than rounding.
+    """
+    initialise(params, stages, seed)
+    for index, held in enumerate(params.slices):
+        if held.name.endswith("router.weight"):
+            params.write(index, params.read(index) * 25)
 
 
 @dataclass
@@ -125,17 +170,19 @@ def of(case: Case) -> list[Life]:
 
 def live(rank: int, case: Case) -> Life:
     """20 steps on one mesh. Clipping is tested by the norm: unclipped gradients can be compared with one another."""
-    config = OPTIMIZER.model_copy(update={"clip_norm": None})
+    balance = BalanceConfig(bias_speed=0.01, sequence_loss=0.05, router_z_loss=0.01)
+    config = OPTIMIZER.model_copy(update={"clip_norm": None, "balance": balance})
     trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
     params = trainer.params
     theta0, holders = whole_model(params)
-    matrix = holders["layers.0.out.weight" if case.sizes == OWN else "layers.0.ffn.up_proj.weight"]
+    last = "out.weight" if case.sizes == OWN else "down_proj.weight"
+    num_holders = {n for name, held in holders.items() if name.endswith(last) for n in held.flatten().tolist()}
     heldout = [batch(1000 + number)[: trainer.settings.micro_batch] for number in range(HELDOUT)]
     life = Life(
         params.specs,
         params.slices,
         theta0 if rank == 0 else {},
-        set(matrix.flatten().tolist()),
+        num_holders,
         snapshot(params),
         trainer.evaluate(heldout[trainer.data_rank :: trainer.num_data_ranks]),
     )
@@ -159,12 +206,11 @@ def live(rank: int, case: Case) -> Life:
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Every gradient as a matrix put together from all ranks' slices; on rank 0."""
-    grads = {name: param.grad for stage in trainer.model_parts for name, param in stage.named_parameters()}
     mine = []
-    for held in trainer.params.slices:
-        grad = grads[held.name]
+    for index, held in enumerate(trainer.params.slices):
+        grad = trainer.params.copies(index)[0].grad
         assert grad is not None, f"{held.name} has no gradient"
-        mine.append((held, local_tensor(grad).reshape(held.shape).clone()))
+        mine.append((held, trainer.params.local_view(index, grad).reshape(held.shape).clone()))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return put_together(trainer.params, everyone) if dist.get_rank() == 0 else {"": torch.empty(0)}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from inner.model.sizes import ModelSizes
 from tests.inner.small import OPTIMIZER, batch
-from tests.parity.meshes import EOS, MANY_HEADS, OWN, QWEN, TIED, Case, Life, case, of
+from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, TIED, Case, Life, case, of
 
 FEW = [
     case("dp_shard2"),
@@ -31,8 +32,21 @@ FEW = [
     case("tp2", QWEN, micro_batch=6),
     case("pp2", QWEN),
     case("dp_replicate2 dp_shard2", OWN, micro_batch=1, recompute="full"),
+    case("dp_shard4", MIXTURE),
+    case("pp2 dp_shard2", MIXTURE, schedule="zbv", recompute="full"),
+    case("cp2", LATENT, micro_batch=6),
 ]
 REST = [
+    case("dp_replicate2 dp_shard2", MIXTURE, recompute="selective"),
+    case("cp2", MIXTURE, micro_batch=6, eos_id=EOS),
+    case("pp2", MIXTURE, schedule="interleaved_1f1b", recompute="selective"),
+    case("pp2", MIXTURE, schedule="dualpipev", micro_batch=2),
+    case("pp2 cp2", MIXTURE, schedule="interleaved_zero_bubble", recompute="full"),
+    case("pp4", MIXTURE),
+    case("pp2 dp_replicate2", MIXTURE, schedule="gpipe", zero=3),
+    case("pp2 dp_shard2 cp2", MIXTURE, schedule="breadth_first", micro_batch=1),
+    case("dp_shard2 cp2", LATENT, context="all_gather", recompute="full"),
+    case("pp2 dp_shard2", LATENT, schedule="zbv"),
     case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),
     case("cp2", TIED, micro_batch=6, context="all_gather"),
     case("pp2 tp2", TIED, micro_batch=6, schedule="interleaved_zero_bubble"),
@@ -135,6 +149,16 @@ def test_20_losses_and_norms_equal_one_process(case: Case) -> None:
         assert (got.step, got.tokens, got.lr) == (expected.step, expected.tokens, expected.lr)
         assert got.loss == pytest.approx(expected.loss, rel=1e-4)
         assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+@on_every_mesh
+def test_20_steps_choose_the_experts_that_one_process_chooses(case: Case) -> None:
+    for got, expected in zip(of(case)[0].steps, reference(case).steps, strict=True):
+        assert (got.routing is None) == (not (isinstance(case.sizes, ModelSizes) and case.sizes.experts))
+        if got.routing is not None and expected.routing is not None:
+            assert (got.routing.layers, got.routing.counts) == (expected.routing.layers, expected.routing.counts)
+            assert got.routing.sequence_loss == pytest.approx(expected.routing.sequence_loss, rel=1e-3)
+            assert got.routing.router_z_loss == pytest.approx(expected.routing.router_z_loss, rel=1e-3)
 
 
 @on_every_mesh

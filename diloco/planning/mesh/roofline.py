@@ -91,7 +91,7 @@ def roofline_table(work: Workload, optimizer: StateBytes, gpu: Gpu) -> Table:
 
 def _block_shapes(work: Workload) -> list[tuple[int, int]]:
     """Rows and columns of the matrices of a layer on a rank."""
-    matrices = [param for param in block_params(work.sizes) if param.is_matrix]
+    matrices = [param for param in block_params(work.sizes, has_experts=False) if param.is_matrix]
     return [param.rank_shape(work.sizes, work.degrees.tp) for param in matrices]
 
 

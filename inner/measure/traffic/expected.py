@@ -133,7 +133,7 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
     sizes = work.sizes
     tp = work.degrees.tp
     splits_stream = work.parallel.splits_stream(tp)
-    everywhere = [param for param in block_params(sizes) if param.is_on_all_ranks(sizes, tp)]
+    everywhere = [param for param in block_params(sizes, has_experts=False) if param.is_on_all_ranks(sizes, tp)]
     # If the stream is whole on each rank, norms see the same values on all ranks and have the same
     # gradients.
     summed = [param for param in everywhere if splits_stream or param.cut != "stream"]

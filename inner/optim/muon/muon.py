@@ -9,12 +9,14 @@ difference is 1e-5.
 import math
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from inner.optim.muon.orthogonalise import gather_rows, normalise_rows, orthogonalise
+from inner.optim.muon.orthogonalise import gather_rows, newton_schulz, normalise_rows, orthogonalise
+from inner.params import local_tensor
 
 ROWS = "row_mean_square"
 
@@ -22,7 +24,8 @@ ROWS = "row_mean_square"
 class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalised Nesterov momentum of each matrix, with decoupled weight decay.
 
-    For 2-D parameters only. Updates are scaled to the size of AdamW's updates, so that the same lr
+    For matrices, and for the tensor of all experts of a layer, in which each expert's matrix is
+    stepped by itself. Updates are scaled to the size of AdamW's updates, so that the same lr
     and weight decay apply: Muon is Scalable for LLM Training (2502.16982), eq. 4. All ranks of the
     parameters' mesh must call step() together.
 
@@ -44,17 +47,43 @@ class Muon(torch.optim.Optimizer):
         self.row_beta = row_beta
         for group in self.param_groups:
             group["params"].sort(key=_kind)
-            assert all(param.ndim == 2 for param in group["params"]), "Muon is for matrices"
+            assert all(param.ndim in (2, 3) for param in group["params"]), "Muon is for matrices"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            for batch in _batches(params):
+            for batch in _batches([param for param in params if param.ndim == 2]):
                 directions = [self._nesterov_momentum(param, group["momentum"]) for param in batch]
                 for param, update in zip(batch, self._find_updates(batch, directions), strict=True):
                     param.mul_(1.0 - group["lr"] * group["weight_decay"])
                     param.add_(update, alpha=-0.2 * math.sqrt(max(param.shape)) * group["lr"])
+            for stack in params:
+                if stack.ndim == 3:
+                    self._step_experts(stack, group)
+
+    def _step_experts(self, stack: Tensor, group: dict[str, Any]) -> None:
+        """Step the matrices of the experts that this rank holds. Each of them is whole on one rank
+        of a replica, so ranks exchange nothing.
+        """
+        directions = local_tensor(self._nesterov_momentum(stack, group["momentum"]))
+        matrices = local_tensor(stack)
+        assert matrices.shape[1:] == stack.shape[1:], "each expert's matrix must be whole on its rank"
+        rows = None if self.row_beta is None else local_tensor(self._rows_of_experts(stack))
+        size = 0.2 * math.sqrt(max(stack.shape[1:]))
+        for number, (matrix, direction) in enumerate(zip(matrices, directions, strict=True)):
+            update = newton_schulz(direction, self.dtype)
+            if rows is not None and self.row_beta is not None:
+                update, rows[number] = normalise_rows(update, rows[number], self.row_beta)
+            matrix.mul_(1.0 - group["lr"] * group["weight_decay"])
+            matrix.add_(update, alpha=-size * group["lr"])
+
+    def _rows_of_experts(self, stack: Tensor) -> Tensor:
+        """Return NorMuon's mean squares of all rows (experts, rows), sharded like the experts."""
+        state = self.state[stack]
+        if ROWS not in state:
+            state[ROWS] = rows_of_stack(stack)
+        return state[ROWS]
 
     def _nesterov_momentum(self, param: Tensor, momentum: float) -> Tensor:
         """Return the Nesterov momentum of the gradient, sharded like the parameter."""
@@ -86,6 +115,20 @@ class Muon(torch.optim.Optimizer):
     def _rows(self, param: Tensor) -> Tensor:
         state = self.state[param]
         return state[ROWS] if ROWS in state else torch.zeros(param.shape[0], device=param.device)
+
+
+def rows_of_stack(stack: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros for each row of each expert (experts, rows), sharded like the tensor of all
+    experts.
+    """
+    local = local_tensor(stack)
+    zeros = torch.zeros(local.shape[:2], dtype=dtype, device=local.device)
+    if not isinstance(stack, DTensor):
+        return zeros
+    shape = stack.shape[:2]
+    return DTensor.from_local(
+        zeros, stack.device_mesh, stack.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
 
 
 def _kind(matrix: Tensor) -> tuple[tuple[int, ...], str]:

@@ -75,9 +75,10 @@ class Pipeline:
                 target=targets if self._has_last else None,
                 losses=losses if self._has_last else None,
                 return_outputs=False,
-                # Each rank passes the targets to its own stages; only the stream travels between
-                # ranks.
+                # Each rank passes targets and tokens to its own stages; only the stream travels
+                # between ranks.
                 targets_BS=targets,
+                tokens_BS=tokens,
             )
         return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 

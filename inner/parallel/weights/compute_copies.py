@@ -34,14 +34,15 @@ class ComputeCopies:
     """
 
     def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """Create the copies. None are needed if the masters have that dtype, or for stages under
-        FSDP, which casts by itself.
+        """Create the copies. None are needed if the masters have that dtype, for modules that
+        compute in fp32, or for stages under FSDP, which casts by itself.
         """
         self._pairs = [
             _pair(module, name, param, dtype)
             for stage in stages
             if not isinstance(stage, FSDPModule)
             for module in stage.modules()
+            if not getattr(module, "keeps_fp32", False)
             for name, param in module.named_parameters(recurse=False)
             if param.dtype != dtype
         ]

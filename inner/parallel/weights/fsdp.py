@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from inner.model.experts import mixtures
 from inner.model.transformer import Transformer
 
 
@@ -29,6 +30,11 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
     # Only the last stage returns fp32: the fp32 output of a block would meet the next block's
     # weights in compute_dtype.
     last = replace(inside, output_dtype=torch.float32)
+    exact = replace(inside, param_dtype=torch.float32)
+    for mixture in mixtures([model]):
+        if compute_dtype != torch.float32:
+            # The dtype belongs to a group, so a router that computes in fp32 is a group of its own.
+            fully_shard(mixture.router, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard)
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
     if model.embed is not None and not model.sizes.tie_embeddings:
