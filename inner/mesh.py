@@ -9,9 +9,16 @@ adjacent. The last column is what is sent:
     dp_shard      each rank holds a shard of every weight    weights and gradients
     cp            each rank holds a share of the sequence    keys and values; shards weights together with dp_shard
     tp            each rank holds a share of every matrix    activations, four times per layer
+
+Experts are spread over the same ranks in another way. The ranks of dp_shard x cp x tp are also
+edp x ep, with ep adjacent:
+
+    edp           each rank holds a shard of every expert    weights and gradients of experts
+    ep            each rank holds some of the experts        rows of tokens, to the experts and back
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -34,6 +41,9 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Number of ranks among which the experts of a layer are divided. It is no factor of the number
+    of ranks: see `edp`."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -54,6 +64,16 @@ class Degrees:
         return self.dp_shard * self.cp
 
     @property
+    def edp(self) -> int:
+        """Number of ranks over which FSDP shards an expert."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def has_sparse_mesh(self) -> bool:
+        """Whether experts are spread over the ranks in another way than other weights."""
+        return self.ep > 1 or self.tp > 1
+
+    @property
     def num_copies(self) -> int:
         """Number of ranks that compute with the same weights on different tokens."""
         return self.dp_replicate * self.fsdp
@@ -65,7 +85,8 @@ class Degrees:
         return {axis: place[axis] for axis in AXES}
 
     def __str__(self) -> str:
-        named = [f"{axis}{degree}" for axis, degree in zip(AXES, self.sizes, strict=True) if degree > 1]
+        degrees = zip((*AXES, "ep"), (*self.sizes, self.ep), strict=True)
+        named = [f"{axis}{degree}" for axis, degree in degrees if degree > 1]
         return " x ".join(named) or "one process"
 
 
@@ -90,7 +111,20 @@ def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
             f"island.mesh: {_times(others | {'dp_shard': shard})} = {shard * product}, but the island has "
             f"{num_ranks} ranks; set dp_shard to {num_ranks // product} or -1, or island.ranks to {shard * product}"
         )
-    return Degrees(**others, dp_shard=shard)
+    degrees = Degrees(**others, dp_shard=shard, ep=config.ep)
+    check_ep(degrees)
+    return degrees
+
+
+def check_ep(degrees: Degrees) -> None:
+    """Raise InputError unless ep is 1 or a multiple of tp, and divides the ranks of dp_shard x cp x tp."""
+    ranks = degrees.fsdp * degrees.tp
+    allowed = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and (ep == 1 or ep % degrees.tp == 0)]
+    if degrees.ep not in allowed:
+        raise InputError(
+            f"island.mesh.ep ({degrees.ep}) must divide dp_shard x cp x tp ({ranks}), and be 1 or a multiple of tp "
+            f"({degrees.tp}); set it to {' or '.join(map(str, allowed))}"
+        )
 
 
 def _times(degrees: dict[str, int]) -> str:
@@ -134,6 +168,23 @@ class IslandMesh:
         because FSDP would still all-reduce over it.
         """
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
+
+    @cached_property
+    def sparse(self) -> "DeviceMesh":
+        """The same ranks as (pp, dp_replicate, edp, ep). Every rank must ask for it first at the
+        same time, because that creates groups.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        degrees = self.degrees
+        sizes = degrees.pp, degrees.dp_replicate, degrees.edp, degrees.ep
+        device_type = self.world.device_type
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "edp", "ep"))
+
+    @property
+    def edp(self) -> "DeviceMesh":
+        """The mesh that FSDP replicates and shards experts over; like `fsdp`."""
+        return self.sparse["edp"] if self.degrees.dp_replicate == 1 else self.sparse["dp_replicate", "edp"]
 
     @property
     def tp(self) -> "DeviceMesh":

@@ -246,6 +246,8 @@ class Trainer:
         """Sum over the ranks that share the positions of a sequence. All of them must call it."""
         if self.mesh.degrees.cp > 1:
             dist.all_reduce(values, group=self.mesh.cp_group)
+        if self.mesh.degrees.tp > 1:
+            dist.all_reduce(values, group=self.mesh.tp.get_group())
         return values
 
     def _end_routing(self, routed: RoutedStep) -> RoutingResult:

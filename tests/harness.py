@@ -24,6 +24,9 @@ torch.set_num_threads(1)
 THREAD_SECONDS = 10.0
 """How long threads of an earlier test may take to end before ranks are forked."""
 
+TRACEBACK_SECONDS = 1.0
+"""How long ranks have to print where they are before they are killed."""
+
 
 class RankFailed(AssertionError):
     """A rank raised an exception, died or did not finish. The message holds its traceback."""
@@ -52,8 +55,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 pipes.append(pipe)
             return _collect(pids, pipes, time.monotonic() + timeout_seconds)
         except BaseException:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            _stop(pids)
             raise
         finally:
             os.close(release)
@@ -61,6 +63,15 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 os.waitpid(pid, 0)
             for pipe in [held, *pipes]:
                 os.close(pipe)
+
+
+def _stop(pids: list[int]) -> None:
+    """End ranks that have failed or hang. Each first prints where its threads are."""
+    for pid in pids:
+        os.kill(pid, signal.SIGABRT)
+    time.sleep(TRACEBACK_SECONDS)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _wait_for_threads() -> None:

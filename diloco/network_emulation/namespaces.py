@@ -26,7 +26,7 @@ from diloco.network_emulation.delay_relay import link_layer_address
 from diloco.watchdog.signals import end_with_parent
 
 PREFIX = "diloco-net"
-COMMAND_SECONDS = 10
+COMMAND_SECONDS = 60
 MAX_NAMESPACES = 250
 NOBODY = "02:00:00:00:00:00"
 """A link-layer address (locally administered) that no interface has."""

@@ -8,8 +8,8 @@ from inner.config.section import Section
 
 
 class MeshConfig(Section):
-    """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes all
-    ranks that the others leave.
+    """Degrees of the island's mesh. The product of all but ep is the number of ranks; dp_shard -1
+    takes all ranks that the others leave.
     """
 
     pp: int = Field(default=1, ge=1)
@@ -24,6 +24,11 @@ class MeshConfig(Section):
     """Number of ranks that share the positions of a sequence (context parallelism)."""
     tp: int = Field(default=1, ge=1)
     """Number of ranks that share the heads and the feed-forward of a layer (tensor parallelism)."""
+
+    ep: int = Field(default=1, ge=1)
+    """Number of ranks among which the experts of a layer are divided (expert parallelism). These
+    ranks are taken from dp_shard x cp x tp, so ep adds no ranks. It is 1 or a multiple of tp, and
+    must divide model.experts.number."""
 
     @model_validator(mode="after")
     def _shard_is_a_degree(self) -> "MeshConfig":

@@ -14,32 +14,48 @@ rows, F width of an expert.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from inner.model.balance import RoutedStep, inject
 from inner.model.capacity import find_excess
+from inner.model.expert_rows import RowOrder, gather, sort_by_expert, spread
 from inner.model.feed_forward import FeedForward
 from inner.model.kept import keep
 from inner.model.router import Router, Routing
 from inner.model.sizes import ModelSizes
 
 
-@dataclass(frozen=True)
-class RowOrder:
-    """Where each choice of a token is among the rows that are sorted by expert."""
+class Exchange(Protocol):
+    """Brings rows to the experts that are on other ranks, and their results back."""
 
-    choice_R: Tensor
-    """The choice (position x J + number of the choice) of each row."""
-    row_R: Tensor
-    """The row of each choice; the inverse of choice_R."""
-    ends_X: Tensor
-    """Number of rows up to the end of each expert's, int32."""
-    per_token: int
+    def plan(self, counts_X: Tensor) -> Any:
+        """Return how rows travel, given the number of rows for each expert."""
+        ...
+
+    def dispatch(self, rows_RD: Tensor, route: Any) -> Tensor:
+        """Return the rows for this rank's experts, sorted by expert."""
+        ...
+
+    def combine(self, results_AD: Tensor, route: Any) -> Tensor:
+        """Return the results of the rows that this rank dispatched, in their order."""
+        ...
+
+
+class Share(Protocol):
+    """Divides the positions of a micro-batch among ranks that hold the same stream."""
+
+    def take(self, x_BSD: Tensor, is_input_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's positions of the stream, and which of them are tokens."""
+        ...
+
+    def give(self, y_BSD: Tensor) -> Tensor:
+        """Return the stream from the results at this rank's positions."""
+        ...
 
 
 class Experts(nn.Module):
@@ -69,7 +85,8 @@ class _Matrices(nn.Module):
 
     def forward(self, x: Tensor, ends_X: Tensor) -> Tensor:
         """Multiply the rows of each expert by its matrix."""
-        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends_X)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends_X)
 
 
 class Mixture(nn.Module):
@@ -84,6 +101,10 @@ class Mixture(nn.Module):
         self.experts = Experts(sizes)
         shared = sizes.experts.shared * sizes.experts.dim
         self.shared = FeedForward(sizes.dim, shared) if shared else None
+        self.exchange: Exchange | None = None
+        """How rows reach experts on other ranks; None: all experts are on this rank."""
+        self.share: Share | None = None
+        """The positions that this rank routes, if ranks of tp have the same; None: all positions."""
         self.step: RoutedStep | None = None
         """Counts, and losses of the router, of the training step in progress; None outside of one."""
 
@@ -91,23 +112,36 @@ class Mixture(nn.Module):
         """Return the sum of the experts' results. `is_input_BS`: whether a position is a token and
         not padding; None: all are.
         """
-        (B, S, D) = x_BSD.shape
-        x_ND = x_BSD.reshape(B * S, D)
         if is_input_BS is None:
-            is_input_BS = torch.ones(B, S, dtype=torch.bool, device=x_BSD.device)
+            is_input_BS = torch.ones(x_BSD.shape[:2], dtype=torch.bool, device=x_BSD.device)
+        if self.share is None:
+            y_BSD = self._route(x_BSD, is_input_BS)
+        else:
+            y_BSD = self.share.give(self._route(*self.share.take(x_BSD, is_input_BS)))
+        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+
+    def _route(self, x_BSD: Tensor, is_input_BS: Tensor) -> Tensor:
+        """Return the sum of the results of each position's routed experts."""
+        x_ND = x_BSD.flatten(0, 1)
         routing = self.router(x_ND)
         is_excess_NJ = self._find_excess(routing, is_input_BS)
         weights_NJ = routing.weights_NJ
         if is_excess_NJ is not None:
             weights_NJ = weights_NJ.masked_fill(is_excess_NJ, 0.0)
         order = sort_by_expert(routing.chosen_NJ, self.config.number)
-        rows_RD = self.experts(spread(x_ND, order), order.ends_X)
-        y_ND = gather(rows_RD, weights_NJ, order)
+        y_ND = gather(self._compute(spread(x_ND, order), order), weights_NJ, order)
         if self.step is not None:
             loss = self.step.record(self.layer, routing, is_input_BS, is_excess_NJ)
             y_ND = y_ND if loss is None else inject(y_ND, loss)
-        y_BSD = y_ND.view(B, S, D)
-        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+        return y_ND.view(x_BSD.shape)
+
+    def _compute(self, rows_RD: Tensor, order: RowOrder) -> Tensor:
+        """Return the result of each row's expert."""
+        if self.exchange is None:
+            return self.experts(rows_RD, order.ends_X)
+        route = self.exchange.plan(order.counts_X)
+        results_AD = self.experts(self.exchange.dispatch(rows_RD, route), route.ends_L)
+        return self.exchange.combine(results_AD, route)
 
     def _find_excess(self, routing: Routing, is_input_BS: Tensor) -> Tensor | None:
         if self.config.capacity is None:
@@ -132,68 +166,3 @@ def recording(model_parts: Sequence[nn.Module], step: RoutedStep) -> Iterator[No
     finally:
         for mixture in found:
             mixture.step = None
-
-
-def sort_by_expert(chosen_NJ: Tensor, num_experts: int) -> RowOrder:
-    """Return the order of the rows: by expert, and of one expert by position."""
-    choices_R = chosen_NJ.flatten()
-    choice_R = choices_R.argsort(stable=True)
-    row_R = torch.empty_like(choice_R)
-    row_R[choice_R] = torch.arange(len(choice_R), device=choice_R.device)
-    ends_X = count_choices(choices_R, num_experts).cumsum(0).int()
-    return RowOrder(choice_R, row_R, ends_X, chosen_NJ.shape[1])
-
-
-def count_choices(choices: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, int64 (X)."""
-    counts_X = torch.zeros(num_experts, dtype=torch.int64, device=choices.device)
-    return counts_X.scatter_add_(0, choices, torch.ones_like(choices))
-
-
-def spread(x_ND: Tensor, order: RowOrder) -> Tensor:
-    """Return a copy of each token for each of its experts, sorted by expert (R, D)."""
-    rows_RD = _Spread.apply(x_ND, order.choice_R, order.row_R, order.per_token)
-    assert isinstance(rows_RD, Tensor)
-    return rows_RD
-
-
-def gather(rows_RD: Tensor, weights_NJ: Tensor, order: RowOrder) -> Tensor:
-    """Return the weighted sum of each token's results (N, D), added in fp32 in the order of the
-    experts.
-    """
-    results_RD = _Permute.apply(rows_RD, order.row_R, order.choice_R)
-    assert isinstance(results_RD, Tensor)
-    results_NJD = results_RD.view(*weights_NJ.shape, -1)
-    return (results_NJD.float() * weights_NJ[..., None]).sum(dim=1).to(rows_RD.dtype)
-
-
-class _Spread(torch.autograd.Function):
-    """Copies rows. The gradients of a token's copies are added in fp32 in the order of the
-    experts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, choice_R: Tensor, row_R: Tensor, per_token: int) -> Tensor:
-        ctx.save_for_backward(row_R)
-        ctx.per_token = per_token
-        return x_ND[choice_R // per_token]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (row_R,) = ctx.saved_tensors
-        by_choice_NJD = grads[0][row_R].view(-1, ctx.per_token, grads[0].shape[-1])
-        return by_choice_NJD.float().sum(dim=1).to(grads[0].dtype), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Reorders rows. The backward reorders them back, where indexing would add them up."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return rows_RD[order_R]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse_R,) = ctx.saved_tensors
-        return grads[0][inverse_R], None, None

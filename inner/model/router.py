@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from inner.config import ExpertsConfig
 from inner.model.kept import keep
@@ -53,7 +54,8 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(sizes.experts.number))
 
     def forward(self, x_ND: Tensor) -> Routing:
-        logits_NX = F.linear(x_ND.float(), self.weight)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        logits_NX = F.linear(x_ND.float(), weight)
         is_softmax = self.config.scores == "softmax"
         scores_NX = logits_NX.softmax(dim=-1) if is_softmax else logits_NX.sigmoid()
         # A repeated forward must not choose anew: near a tie it could find other experts.

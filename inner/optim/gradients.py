@@ -39,9 +39,7 @@ def sum_over_tensor_ranks(model_parts: Sequence[Transformer], group: dist.Proces
     grads = [
         local_tensor(param.grad)
         for name, param in named
-        # Without sequence parallelism, all ranks apply norms to the whole stream and already have
-        # the norms' whole gradients.
-        if param.grad is not None and _is_on_all_tensor_ranks(param) and (splits_stream or ".attention." in name)
+        if param.grad is not None and _is_on_all_tensor_ranks(param) and (splits_stream or _is_shared_out(name))
     ]
     if grads:
         total = torch.cat([grad.flatten() for grad in grads])
@@ -50,9 +48,19 @@ def sum_over_tensor_ranks(model_parts: Sequence[Transformer], group: dist.Proces
             grad.copy_(values.view_as(grad))
 
 
+def _is_shared_out(name: str) -> bool:
+    """Return whether ranks use a weight for different heads or positions also without sequence
+    parallelism.
+
+    All ranks then apply norms to the whole stream, and already have the norms' whole gradients.
+    """
+    return ".attention." in name or ".router." in name
+
+
 def _is_on_all_tensor_ranks(param: Tensor) -> bool:
     """Return whether a parameter of a tensor-parallel model is replicated over tp, the last axis of
-    its mesh.
+    its mesh. The mesh of experts has no such axis.
     """
-    assert isinstance(param, DTensor), "tensor parallelism makes DTensors of all parameters"
-    return isinstance(param.placements[-1], Replicate)
+    assert isinstance(param, DTensor), "tensor and expert parallelism make DTensors of all parameters"
+    axes = param.device_mesh.mesh_dim_names
+    return axes is not None and axes[-1] == "tp" and isinstance(param.placements[-1], Replicate)

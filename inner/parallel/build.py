@@ -21,6 +21,7 @@ from inner.model.stage import Stage
 from inner.model.transformer import Transformer
 from inner.parallel.compile import compile_blocks, is_compiled
 from inner.parallel.context.build import build_attend, rank_positions
+from inner.parallel.expert import apply_expert_parallel
 from inner.parallel.one_stage import OneStage, whole_loss
 from inner.parallel.own_model import build_own_model, own_model_loss
 from inner.parallel.pipeline.evaluation import LocalStages, StreamShape
@@ -70,6 +71,19 @@ class Layout:
             # The number of rows per expert differs in each step, and the compiler would fix it.
             return False
         return is_compiled(self.parallel, self.mesh.degrees, self.device.type)
+
+    @property
+    def has_sparse_mesh(self) -> bool:
+        """Whether the model has experts, and they are spread in another way than other weights."""
+        has_experts = isinstance(self.model, ModelSizes) and self.model.experts is not None
+        return has_experts and self.mesh.degrees.has_sparse_mesh
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether several ranks compute with the same weights, or with the same experts."""
+        degrees = self.mesh.degrees
+        has_expert_copies = self.has_sparse_mesh and degrees.dp_replicate * degrees.edp > 1
+        return degrees.num_copies > 1 or has_expert_copies
 
     @cached_property
     def stage_ranks(self) -> list[int]:
@@ -128,11 +142,15 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)
     if degrees.tp > 1:
         apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.sequence_parallel)
+    if degrees.ep > 1:
+        apply_expert_parallel(model, layout.mesh.sparse["ep"])
     apply_recompute(model, parallel.recompute)
     if layout.is_compiled:
         compile_blocks(model, layout.device.type)
-    if degrees.num_copies > 1:
-        apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))
+    if layout.uses_fsdp:
+        reshard = parallel.frees_after_forward(degrees.pp)
+        expert_mesh = layout.mesh.edp if layout.has_sparse_mesh else None
+        apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=reshard, expert_mesh=expert_mesh)
     return model.to_empty(device=layout.device)
 
 

@@ -4,7 +4,7 @@ import re
 from importlib.metadata import version
 from math import gcd
 
-from inner.config import ContextMethod, ParallelConfig
+from inner.config import ContextMethod, ExpertsConfig, ParallelConfig
 from inner.errors import InputError, nearest_multiples
 from inner.flops import head_layers
 from inner.mesh import Degrees
@@ -30,7 +30,7 @@ def check_layout(
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
-    _check_experts(sizes, degrees, parallel)
+    _check_experts(sizes, degrees, parallel, seq_len)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     positions = seq_len // degrees.cp
     if parallel.sequence_parallel and positions % degrees.tp:
@@ -97,23 +97,45 @@ def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | N
     return None
 
 
-def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig) -> None:
+def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
     """Raise InputError if a mixture of experts cannot be spread over the mesh."""
     if sizes.experts is None:
+        if degrees.ep > 1:
+            raise InputError(f"island.mesh.ep ({degrees.ep}): the model has no model.experts; set ep to 1")
         return
-    if degrees.tp > 1:
-        raise InputError(
-            f"island.mesh.tp ({degrees.tp}): model.experts cannot be cut by tensor parallelism; set tp to 1"
-        )
+    _check_ep(sizes, sizes.experts, degrees)
     if parallel.compile is True:
         raise InputError(
             "island.parallel.compile: blocks with model.experts cannot be compiled, because the number of rows per "
             "expert differs in each step; set compile to false or auto"
         )
-    if degrees.cp > 1 and sizes.experts.capacity is not None:
+    if degrees.cp * degrees.tp > 1 and sizes.experts.capacity is not None:
         raise InputError(
-            f"island.mesh.cp ({degrees.cp}): model.experts.capacity is a limit per sequence, which ranks of cp share; "
-            "set cp to 1, or leave capacity out"
+            f"island.mesh (cp {degrees.cp}, tp {degrees.tp}): model.experts.capacity is a limit per sequence, and "
+            "ranks of cp and tp route parts of a sequence; set both to 1, or leave capacity out"
+        )
+    positions = seq_len // degrees.cp
+    if positions % degrees.tp:
+        raise InputError(
+            f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
+            f"{degrees.cp} = {positions}, because each rank of tp routes its share of them; set data.seq_len to a "
+            f"multiple of {degrees.cp * degrees.tp}"
+        )
+
+
+def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> None:
+    """Raise InputError if the experts cannot be divided among the ranks of ep and edp."""
+    if experts.number % degrees.ep:
+        raise InputError(
+            f"island.mesh.ep ({degrees.ep}) must divide model.experts.number ({experts.number}); set ep to "
+            f"{_divisors(experts.number, degrees.ep)}, or number to {nearest_multiples(experts.number, degrees.ep)}"
+        )
+    held = experts.number // degrees.ep
+    if degrees.has_sparse_mesh and degrees.edp > held and (experts.dim % degrees.edp or sizes.dim % degrees.edp):
+        raise InputError(
+            f"island.mesh: {degrees.edp} ranks share the {held} experts of each rank of ep {degrees.ep}, and cut the "
+            f"rows of their matrices, so model.experts.dim ({experts.dim}) and model.dim ({sizes.dim}) must be "
+            f"multiples of {degrees.edp}; raise ep, or change these sizes"
         )
 
 

@@ -129,7 +129,7 @@ def _normal_of(name: str) -> tuple[float, float]:
 def _check_axes(model: OwnModel, axes: tuple[str, ...], degrees: Degrees) -> None:
     if not axes or not set(axes) <= set(AXES):
         raise InputError(f"{KEY}: {model.name}.axes is {axes}; allowed: {' and '.join(AXES)}, or one of them")
-    used = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    used = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     if other := [f"{axis} {degree}" for axis, degree in used.items() if degree > 1 and axis not in axes]:
         raise InputError(
             f"island.mesh: {', '.join(other)}, but {model.name} is spread over {' and '.join(axes)} only (its `axes`); "

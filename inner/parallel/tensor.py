@@ -24,9 +24,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from inner.model.block_params import BlockParam, block_params
+from inner.model.experts import Mixture
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.router import Router
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Block, Head, Transformer
+from inner.parallel.expert import PositionShare
 from inner.parallel.tensor_stream import TensorStream
 
 STREAM = "tensor_stream"
@@ -54,10 +57,17 @@ def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: Tens
         # Each rank projects all key-value heads and reads the single head that its queries share.
         mine = mesh.get_local_rank() * sizes.num_kv_heads // mesh.size()
         layer.attention.kv_heads = slice(mine, mine + 1)
-    for param in block_params(sizes, has_experts=False):
-        if param.name.endswith(".weight"):  # A bias is split together with its module's weight.
+    for param in block_params(sizes, has_experts=isinstance(layer.ffn, Mixture)):
+        # A bias is split together with its module's weight, and experts by expert parallelism.
+        if param.name.endswith(".weight") and not param.is_stacked:
             _split_module(layer.get_submodule(param.module), param, sizes, mesh, stream)
-    for reader in (layer.attention, layer.ffn):
+    readers: list[nn.Module] = [layer.attention]
+    if isinstance(layer.ffn, Mixture):
+        layer.ffn.share = PositionShare(stream, mesh.get_local_rank())
+        readers += [] if layer.ffn.shared is None else [layer.ffn.shared]
+    else:
+        readers.append(layer.ffn)
+    for reader in readers:
         # A single gather serves all projections of the same x.
         setattr(reader, STREAM, stream)
         reader.register_forward_pre_hook(_gather_first)
@@ -67,7 +77,11 @@ def _split_module(
     module: nn.Module, weight: BlockParam, sizes: ModelSizes, mesh: DeviceMesh, stream: TensorStream
 ) -> None:
     """Distribute a block's module over the mesh in the way that its weight is cut."""
-    if not weight.is_matrix:
+    if isinstance(module, Router):
+        # Each rank routes its own positions with the whole weight.
+        whole = distribute_tensor(module.weight.data, mesh, [Replicate()], src_data_rank=None)
+        module.weight = nn.Parameter(whole)
+    elif not weight.is_matrix:
         _split(module, mesh, Replicate(), _norm_here)
     elif weight.is_input:
         is_whole = weight.is_on_all_ranks(sizes, mesh.size())

@@ -78,8 +78,7 @@ class MatrixExchange:
         x = whole[None]
         for axis in reversed(self.axes):
             x = _gather(x, axis) if axis.dim is None else _split(x, axis, axis.dim)
-        pairs = zip(x, matrices, strict=False)
-        return [_like(piece, matrix) for piece, matrix in pairs if isinstance(matrix, DTensor)]
+        return [_like(piece, matrix) for piece, matrix in zip(x, matrices, strict=False)]
 
     def gather(self, vector: Tensor, count: int) -> list[Tensor]:
         """Return on every rank the vectors of all ranks that had one of the first `count` matrices.
@@ -110,6 +109,19 @@ def build_exchange(matrix: DTensor) -> MatrixExchange:
         if dim is not None:
             shape[dim] = -(-shape[dim] // size)
     return MatrixExchange(replicas + shards, (shape[0], shape[1]))
+
+
+def build_row_exchange(stack: DTensor, num_cols: int) -> MatrixExchange:
+    """Build the exchange for the matrices of experts whose rows are cut by one axis of their mesh.
+
+    `num_cols`: columns of the matrices that are exchanged, which have the rows of the experts'.
+    """
+    place = stack.device_mesh.get_coordinate()
+    assert place is not None, "this rank is not in the experts' mesh"
+    (number,) = (n for n, placement in enumerate(stack.placements) if placement == Shard(1))
+    size = stack.device_mesh.size(number)
+    axis = _Axis(stack.device_mesh.get_group(number), size, place[number], 0, stack.shape[1])
+    return MatrixExchange([axis], (-(-stack.shape[1] // size), num_cols))
 
 
 def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
@@ -154,9 +166,11 @@ def _gather(x: Tensor, axis: _Axis) -> Tensor:
     return gathered
 
 
-def _like(padded: Tensor, matrix: DTensor) -> Tensor:
+def _like(padded: Tensor, matrix: Tensor) -> Tensor:
     rows, cols = local_tensor(matrix).shape
     local = padded[:rows, :cols]
+    if not isinstance(matrix, DTensor):
+        return local
     return DTensor.from_local(
         local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
     )

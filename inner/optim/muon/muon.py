@@ -7,7 +7,7 @@ difference is 1e-5.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from inner.optim.muon.matrix_exchange import build_row_exchange
 from inner.optim.muon.orthogonalise import gather_rows, newton_schulz, normalise_rows, orthogonalise
 from inner.params import local_tensor
 
@@ -63,20 +64,49 @@ class Muon(torch.optim.Optimizer):
                     self._step_experts(stack, group)
 
     def _step_experts(self, stack: Tensor, group: dict[str, Any]) -> None:
-        """Step the matrices of the experts that this rank holds. Each of them is whole on one rank
-        of a replica, so ranks exchange nothing.
-        """
-        directions = local_tensor(self._nesterov_momentum(stack, group["momentum"]))
-        matrices = local_tensor(stack)
-        assert matrices.shape[1:] == stack.shape[1:], "each expert's matrix must be whole on its rank"
+        """Step the matrices of the experts that this rank holds, each by itself."""
+        directions = local_tensor(self._nesterov_momentum(stack, group["momentum"])).unbind()
         rows = None if self.row_beta is None else local_tensor(self._rows_of_experts(stack))
+        is_cut = local_tensor(stack).shape[1] < stack.shape[1]
+        if isinstance(stack, DTensor) and is_cut:
+            updates = self._updates_of_cut(stack, directions, rows)
+        else:
+            updates = [
+                self._finish(newton_schulz(direction, self.dtype), None if rows is None else rows[number])
+                for number, direction in enumerate(directions)
+            ]
         size = 0.2 * math.sqrt(max(stack.shape[1:]))
-        for number, (matrix, direction) in enumerate(zip(matrices, directions, strict=True)):
-            update = newton_schulz(direction, self.dtype)
-            if rows is not None and self.row_beta is not None:
-                update, rows[number] = normalise_rows(update, rows[number], self.row_beta)
+        for matrix, update in zip(local_tensor(stack), updates, strict=True):
             matrix.mul_(1.0 - group["lr"] * group["weight_decay"])
             matrix.add_(update, alpha=-size * group["lr"])
+
+    def _updates_of_cut(self, stack: DTensor, directions: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+        """Return the updates of experts of which each rank holds some rows. Each rank
+        orthogonalises some of them whole. All ranks with rows of the same experts must call it.
+        """
+        exchange = build_row_exchange(stack, stack.shape[2])
+        of_rows = build_row_exchange(stack, 1)
+        updates: list[Tensor] = []
+        for first in range(0, len(directions), exchange.num_ranks):
+            batch = directions[first : first + exchange.num_ranks]
+            whole = exchange.deal(batch)
+            kept = None if rows is None else [each[:, None] for each in rows[first : first + len(batch)]]
+            squares = None if kept is None else of_rows.deal(kept)[:, 0].contiguous()
+            if exchange.index < len(batch):
+                whole = self._finish(newton_schulz(whole, self.dtype), squares)
+            updates += exchange.collect(whole, batch)
+            if kept is not None and squares is not None:
+                for old, new in zip(kept, of_rows.collect(squares[:, None], kept), strict=True):
+                    old.copy_(new)
+        return updates
+
+    def _finish(self, update: Tensor, rows: Tensor | None) -> Tensor:
+        """Normalise an update by rows if this is NorMuon, and move the mean squares `rows` in place."""
+        if rows is None or self.row_beta is None:
+            return update
+        even, squares = normalise_rows(update, rows, self.row_beta)
+        rows.copy_(squares)
+        return even
 
     def _rows_of_experts(self, stack: Tensor) -> Tensor:
         """Return NorMuon's mean squares of all rows (experts, rows), sharded like the experts."""
