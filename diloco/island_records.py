@@ -8,6 +8,7 @@ from diloco.runtime.progress import Progress
 from diloco.runtime.step_records import make_step_record
 from diloco.watchdog.rank_times import gather_times
 from inner.data.batches import StepBatch
+from inner.optim.expert_balance import COLLAPSED_STEPS
 from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
@@ -22,6 +23,8 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
     runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
     if result.spike is not None:
         runtime.event("loss spike", spike_text(result, result.spike))
+    for layer in result.collapsed_layers:
+        runtime.event("experts collapsed", collapse_text(result, layer))
 
 
 def spike_text(result: StepResult, spike: Spike) -> str:
@@ -34,6 +37,14 @@ def spike_text(result: StepResult, spike: Spike) -> str:
     return (
         f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard deviations above the mean "
         f"of the steps before; {fates[spike.action]}"
+    )
+
+
+def collapse_text(result: StepResult, layer: int) -> str:
+    """Return the logbook's text about a layer whose tokens go to one expert."""
+    return (
+        f"inner step {result.step}: for {COLLAPSED_STEPS} steps, one expert of layer {layer} got more than half of the "
+        "tokens; raise optimizer.balance.bias_speed, or set optimizer.balance.sequence_loss"
     )
 
 

@@ -23,7 +23,7 @@ from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers
 from inner.optim.clipping import clip_gradients, squared_norm
-from inner.optim.expert_balance import RoutingResult, gather_routing, move_biases
+from inner.optim.expert_balance import CollapseWatch, RoutingResult, gather_routing, move_biases
 from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
 from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.muon.orthogonalise import product_dtype
@@ -67,6 +67,8 @@ class StepResult:
     """The measured gradient noise; None in steps that do not measure it."""
     routing: RoutingResult | None = None
     """What the routers did; None for a model without experts."""
+    collapsed_layers: tuple[int, ...] = ()
+    """Layers in which one expert has got most of the tokens for many steps; each is told once."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Trainer:
         self.broken_since: int | None = None
         """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
+        self._collapse_watch = CollapseWatch()
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         self._sizes = model if isinstance(model, ModelSizes) else None
         if isinstance(model, ModelSizes):
@@ -193,7 +196,7 @@ class Trainer:
                 move_biases(self.model_parts, routing, self._config.balance.bias_speed)
         self._zero_gradients()
         self.inner_step += 1
-        self._count_broken(is_broken, loss_sum)
+        self._count_broken(is_broken, loss_sum, routing.broken_layers if routing is not None else ())
         is_measured = small is not None and not is_broken and 0 < small[0] < tokens
         return StepResult(
             step=self.inner_step,
@@ -206,6 +209,7 @@ class Trainer:
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
             routing=routing,
+            collapsed_layers=() if routing is None or is_broken else self._collapse_watch.observe(routing),
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -325,8 +329,11 @@ class Trainer:
         self._skipped_in_a_row = 0
         self.broken_since = None
 
-    def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
-        """Count consecutive non-finite steps. Raises TrainingStopped if there are too many."""
+    def _count_broken(self, is_broken: bool, loss_sum: float, routers: tuple[int, ...]) -> None:
+        """Count consecutive non-finite steps. Raises TrainingStopped if there are too many.
+
+        `routers`: layers whose router was not finite.
+        """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
         if not is_broken:
             self.broken_since = None
@@ -334,8 +341,9 @@ class Trainer:
             self.broken_since = self.inner_step - 1
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             what = "loss" if not math.isfinite(loss_sum) else "gradient"
+            where = f" (the first router that was not finite is that of layer {routers[0]})" if routers else ""
             raise TrainingStopped(
                 f"inner step {self.inner_step}: {self._skipped_in_a_row} steps in a row had a non-finite {what} "
-                f"or no valid target, optimizer.max_skipped_steps allows {self._config.max_skipped_steps}; "
+                f"or no valid target{where}, optimizer.max_skipped_steps allows {self._config.max_skipped_steps}; "
                 "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data"
             )

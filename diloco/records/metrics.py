@@ -53,6 +53,12 @@ class StepRecord:
     gradient, and `tokens` the ratio noise / signal, left out unless both are positive. The
     estimates vary much: average `signal` and `noise` over steps before dividing.
     """
+    expert_loads: dict[str, float] = field(default_factory=dict)
+    """For each layer with experts, by its number: the tokens of the fullest expert divided by the
+    mean over its experts."""
+    routing: dict[str, float] = field(default_factory=dict)
+    """For a model with experts: `sequence_loss` (1 at balance) and `router_z_loss` per token and
+    layer, each if it has a weight, and `dropped`, the number of choices above the capacity."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 

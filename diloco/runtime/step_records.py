@@ -21,4 +21,6 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
         source_tokens={} if result.is_skipped else batch.source_tokens,
         spike=None if result.spike is None else result.spike.deviations,
         noise_scale={} if result.noise is None else result.noise.figures,
+        expert_loads={} if result.routing is None else result.routing.loads_by_layer,
+        routing={} if result.routing is None else result.routing.figures,
     )

@@ -44,6 +44,8 @@ class LayerRecord:
     """Sum over sequences of T times the sequence loss, 0-dim fp32; 0 if it has no weight."""
     router_z_loss: Tensor
     """Sum over tokens, 0-dim fp32; 0 if it has no weight."""
+    broken: Tensor
+    """Number of micro-batches in which the router's logits were not finite, 0-dim int64."""
 
 
 @dataclass
@@ -73,7 +75,9 @@ class RoutedStep:
             dropped = torch.zeros_like(counts_X[0])
             if is_excess_NJ is not None:
                 dropped = (is_excess_NJ & is_input_BS.reshape(-1, 1)).sum()
-            self._add(layer, LayerRecord(counts_X, dropped, **{name: loss.detach() for name, loss in losses.items()}))
+            broken = (~routing.logits_NX.isfinite().all()).long()
+            sums = {name: loss.detach() for name, loss in losses.items()}
+            self._add(layer, LayerRecord(counts_X, dropped, **sums, broken=broken))
         if not (self.config.sequence_loss or self.config.router_z_loss):
             return None
         weighted = self.config.sequence_loss * losses["sequence_loss"]
@@ -86,6 +90,7 @@ class RoutedStep:
             before.dropped += new.dropped
             before.sequence_loss += new.sequence_loss
             before.router_z_loss += new.router_z_loss
+            before.broken += new.broken
 
 
 def count_tokens(routing: Routing, is_input_BS: Tensor) -> Tensor:
