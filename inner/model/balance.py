@@ -75,7 +75,7 @@ class RoutedStep:
             dropped = torch.zeros_like(counts_X[0])
             if is_excess_NJ is not None:
                 dropped = (is_excess_NJ & is_input_BS.reshape(-1, 1)).sum()
-            broken = (~routing.logits_NX.isfinite().all()).long()
+            broken = (~routing.logits_NX.detach().isfinite().all()).long()
             sums = {name: loss.detach() for name, loss in losses.items()}
             self._add(layer, LayerRecord(counts_X, dropped, **sums, broken=broken))
         if not (self.config.sequence_loss or self.config.router_z_loss):
