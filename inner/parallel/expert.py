@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -52,7 +53,6 @@ class RowExchange:
     """The exchange of rows among the ranks of ep. All of them must make each call together."""
 
     group: ProcessGroup
-    num_experts: int
 
     @property
     def num_ranks(self) -> int:
@@ -87,8 +87,10 @@ class RowExchange:
 
     def _exchange_counts(self, counts_X: Tensor) -> Tensor:
         """Return for each rank of ep how many rows it has for each of this rank's experts."""
-        even = [self.num_experts // self.num_ranks] * self.num_ranks
-        theirs_X = _send(counts_X, even, even, self.group.group_name)
+        # Selective recomputation keeps the results of functional collectives, by their order. This
+        # one has another form, because a repeated forward leaves it out.
+        theirs_X = torch.empty_like(counts_X)
+        dist.all_to_all_single(theirs_X, counts_X, group=self.group)
         return theirs_X.view(self.num_ranks, -1)
 
 
@@ -97,7 +99,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     must call it, before FSDP.
     """
     for mixture in mixtures([model]):
-        mixture.exchange = RowExchange(mesh.get_group(), mixture.config.number)
+        mixture.exchange = RowExchange(mesh.get_group())
         for module in mixture.experts.children():
             weight = module.get_parameter("weight")
             # No values are sent, because parameters are on the meta device.
