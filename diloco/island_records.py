@@ -23,7 +23,7 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
     runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
     if result.spike is not None:
         runtime.event("loss spike", spike_text(result, result.spike))
-    for layer in result.collapsed_layers:
+    for layer in result.routing.collapsed_layers if result.routing is not None else ():
         runtime.event("experts collapsed", collapse_text(result, layer))
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,12 @@ from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.balance import RoutedStep
-from inner.model.experts import recording
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers
 from inner.optim.clipping import clip_gradients, squared_norm
-from inner.optim.expert_balance import CollapseWatch, RoutingResult, gather_routing, move_biases
+from inner.optim.expert_balance import ExpertBalance, RoutingResult
 from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
 from inner.optim.learning_rate import lr_at, set_lr
 from inner.optim.muon.orthogonalise import product_dtype
@@ -67,8 +66,6 @@ class StepResult:
     """The measured gradient noise; None in steps that do not measure it."""
     routing: RoutingResult | None = None
     """What the routers did; None for a model without experts."""
-    collapsed_layers: tuple[int, ...] = ()
-    """Layers in which one expert has got most of the tokens for many steps; each is told once."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,7 @@ class Trainer:
         self.broken_since: int | None = None
         """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
-        self._collapse_watch = CollapseWatch()
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
-        self._sizes = model if isinstance(model, ModelSizes) else None
         if isinstance(model, ModelSizes):
             check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
         dtype = COMPUTE_DTYPES[settings.compute_dtype]
@@ -140,6 +135,9 @@ class Trainer:
         self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
         self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
+        self._balance: ExpertBalance | None = None
+        if isinstance(model, ModelSizes) and model.experts is not None:
+            self._balance = ExpertBalance(model, mesh, self.model_parts, self._sum)
         self._runner = build_runner(layout, self.model_parts, settings.micro_batch, self.micro_batches_per_step)
 
     @property
@@ -178,10 +176,9 @@ class Trainer:
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
-        routed = self._begin_routing(micro_batches)
-        with nullcontext() if routed is None else recording(self.model_parts, routed):
+        with self._record_routing(micro_batches) as routed:
             my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
-        routing = None if routed is None else self._end_routing(routed)
+        routing = None if self._balance is None or routed is None else self._balance.gather(routed)
         sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
         # The host waits for the device only here. All ranks see the same sums, so all decide alike.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
@@ -192,8 +189,8 @@ class Trainer:
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
         if not is_skipped:
             self._update(lr, math.sqrt(norm_2))
-            if routing is not None:
-                move_biases(self.model_parts, routing, self._config.balance.bias_speed)
+            if self._balance is not None and routing is not None:
+                self._balance.move_biases(routing, self._config.balance.bias_speed)
         self._zero_gradients()
         self.inner_step += 1
         self._count_broken(is_broken, loss_sum, routing.broken_layers if routing is not None else ())
@@ -209,7 +206,6 @@ class Trainer:
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
             routing=routing,
-            collapsed_layers=() if routing is None or is_broken else self._collapse_watch.observe(routing),
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -238,26 +234,13 @@ class Trainer:
         self._sum_gradients()
         return my_loss
 
-    def _begin_routing(self, micro_batches: Sequence[Tensor]) -> RoutedStep | None:
-        """Count the tokens that the routers of this step will see. Every rank must call it."""
-        if self._sizes is None or self._sizes.experts is None:
-            return None
-        num_inputs = self._sum(self._counted(micro_batches, num_inputs_in))
-        scale = (1.0 / num_inputs.clamp(min=1.0)).float()
-        return RoutedStep(self._config.balance, scale, self._sum_over_sequence)
-
-    def _sum_over_sequence(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that share the positions of a sequence. All of them must call it."""
-        if self.mesh.degrees.cp > 1:
-            dist.all_reduce(values, group=self.mesh.cp_group)
-        if self.mesh.degrees.tp > 1:
-            dist.all_reduce(values, group=self.mesh.tp.get_group())
-        return values
-
-    def _end_routing(self, routed: RoutedStep) -> RoutingResult:
-        """Return what the routers of all ranks did. Every rank must call it."""
-        assert self._sizes is not None, "only the built-in decoder has routers"
-        return gather_routing(self._sizes, routed, self._sum, 1.0 / float(routed.scale))
+    def _record_routing(self, micro_batches: Sequence[Tensor]) -> AbstractContextManager[RoutedStep | None]:
+        """Return a context in which the routers record a step. It is collective for a model with
+        experts.
+        """
+        if self._balance is None:
+            return nullcontext()
+        return self._balance.recording(self._config.balance, self._counted(micro_batches, num_inputs_in))
 
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every

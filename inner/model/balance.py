@@ -57,6 +57,8 @@ class RoutedStep:
     """1 / number of the step's tokens over all ranks, 0-dim fp32."""
     sum_over_sequence: SumOverRanks = _unchanged
     """Sums over the ranks that share the positions of a sequence. All of them must call it."""
+    num_tokens: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Number of the step's tokens over all ranks, 0-dim."""
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 
     def record(self, layer: int, routing: Routing, is_input_BS: Tensor, is_excess_NJ: Tensor | None) -> Tensor | None:

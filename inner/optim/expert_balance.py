@@ -11,14 +11,18 @@ same on all ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from inner.config import BalanceConfig
+from inner.mesh import IslandMesh
 from inner.model.balance import RoutedStep
-from inner.model.experts import mixtures
+from inner.model.experts import mixtures, recording
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 
@@ -46,6 +50,8 @@ class RoutingResult:
     """Number of choices above the capacity."""
     broken_layers: tuple[int, ...]
     """Layers whose router had logits that are not finite."""
+    collapsed_layers: tuple[int, ...] = ()
+    """Layers in which one expert has got most of the tokens for many steps; each is told once."""
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -62,30 +68,6 @@ class RoutingResult:
         """Losses that have a weight, and the number of dropped choices."""
         losses = {"sequence_loss": self.sequence_loss, "router_z_loss": self.router_z_loss}
         return {name: loss for name, loss in losses.items() if loss} | {"dropped": self.dropped}
-
-
-def gather_routing(
-    sizes: ModelSizes, step: RoutedStep, sum_over_ranks: Callable[[Tensor], Tensor], num_tokens: float
-) -> RoutingResult:
-    """Return what all ranks have recorded in a step of `num_tokens` tokens. Every rank must call it."""
-    assert sizes.experts is not None, "a model without experts routes nothing"
-    number = sizes.experts.number
-    layers = tuple(sizes.expert_layers)
-    mine = torch.zeros(len(layers), number + OTHER_SUMS, dtype=torch.float64, device=step.scale.device)
-    for index, layer in enumerate(layers):
-        record = step.layers.get(layer)
-        if record is not None:
-            mine[index, :number] = record.counts_X
-            losses = record.sequence_loss, record.router_z_loss
-            mine[index, number:] = torch.stack([*losses, record.dropped, record.broken]).double()
-    rows = sum_over_ranks(mine).tolist()
-    counts = tuple(tuple(int(count) for count in row[:number]) for row in rows)
-    per_token = 1.0 / max(num_tokens * len(layers), 1.0)
-    sequence_loss = sum(row[number] for row in rows) * per_token
-    router_z_loss = sum(row[number + 1] for row in rows) * per_token
-    dropped = int(sum(row[number + 2] for row in rows))
-    broken = tuple(layer for layer, row in zip(layers, rows, strict=True) if row[number + 3])
-    return RoutingResult(round(num_tokens), layers, counts, sequence_loss, router_z_loss, dropped, broken)
 
 
 class CollapseWatch:
@@ -108,12 +90,79 @@ class CollapseWatch:
         return self._num_steps[layer] >= COLLAPSED_STEPS
 
 
-@torch.no_grad()
-def move_biases(model_parts: Sequence[Transformer], routing: RoutingResult, speed: float) -> None:
-    """Move the biases of this rank's routers by the counts of a step."""
-    counts_of = dict(zip(routing.layers, routing.counts, strict=True))
-    for mixture in mixtures(model_parts):
-        counts_X = torch.tensor(counts_of[mixture.layer], dtype=torch.float64)
-        signs_X = (counts_X.mean() - counts_X).sign()
-        change_X = speed * (signs_X - signs_X.mean())
-        mixture.router.bias += change_X.float().to(mixture.router.bias.device)
+class ExpertBalance:
+    """Records what the routers of an island do in each step, and moves their biases.
+
+    Every rank builds one and makes each call.
+    """
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        mesh: IslandMesh,
+        model_parts: Sequence[Transformer],
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Set what is balanced. `sum_over_ranks` sums over all ranks of the island in fp64."""
+        assert sizes.experts is not None, "a model without experts has nothing to balance"
+        self._num_experts = sizes.experts.number
+        self._layers = tuple(sizes.expert_layers)
+        self._mesh = mesh
+        self._model_parts = model_parts
+        self._sum_over_ranks = sum_over_ranks
+        self._watch = CollapseWatch()
+
+    @contextmanager
+    def recording(self, config: BalanceConfig, num_tokens_here: Tensor) -> Iterator[RoutedStep]:
+        """Let the routers record the forwards inside the block, which are those of one step.
+
+        `num_tokens_here`: number of the step's tokens that this rank counts, 0-dim.
+        """
+        num_tokens = self._sum_over_ranks(num_tokens_here)
+        scale = (1.0 / num_tokens.clamp(min=1.0)).float()
+        step = RoutedStep(config, scale, self._sum_over_sequence, num_tokens)
+        with recording(self._model_parts, step):
+            yield step
+
+    def gather(self, step: RoutedStep) -> RoutingResult:
+        """Return what all ranks have recorded in a step."""
+        number = self._num_experts
+        mine = torch.zeros(len(self._layers), number + OTHER_SUMS, dtype=torch.float64, device=step.scale.device)
+        for index, layer in enumerate(self._layers):
+            record = step.layers.get(layer)
+            if record is not None:
+                mine[index, :number] = record.counts_X
+                losses = record.sequence_loss, record.router_z_loss
+                mine[index, number:] = torch.stack([*losses, record.dropped, record.broken]).double()
+        rows = self._sum_over_ranks(mine).tolist()
+        num_tokens = int(step.num_tokens)
+        per_token = 1.0 / max(num_tokens * len(self._layers), 1)
+        broken = tuple(layer for layer, row in zip(self._layers, rows, strict=True) if row[number + 3])
+        result = RoutingResult(
+            num_tokens=num_tokens,
+            layers=self._layers,
+            counts=tuple(tuple(map(int, row[:number])) for row in rows),
+            sequence_loss=sum(row[number] for row in rows) * per_token,
+            router_z_loss=sum(row[number + 1] for row in rows) * per_token,
+            dropped=int(sum(row[number + 2] for row in rows)),
+            broken_layers=broken,
+        )
+        return result if broken else replace(result, collapsed_layers=self._watch.observe(result))
+
+    @torch.no_grad()
+    def move_biases(self, routing: RoutingResult, speed: float) -> None:
+        """Move the biases of this rank's routers by the counts of a step."""
+        counts_of = dict(zip(routing.layers, routing.counts, strict=True))
+        for mixture in mixtures(self._model_parts):
+            counts_X = torch.tensor(counts_of[mixture.layer], dtype=torch.float64)
+            signs_X = (counts_X.mean() - counts_X).sign()
+            change_X = speed * (signs_X - signs_X.mean())
+            mixture.router.bias += change_X.float().to(mixture.router.bias.device)
+
+    def _sum_over_sequence(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that share the positions of a sequence."""
+        if self._mesh.degrees.cp > 1:
+            dist.all_reduce(values, group=self._mesh.cp_group)
+        if self._mesh.degrees.tp > 1:
+            dist.all_reduce(values, group=self._mesh.tp.get_group())
+        return values
