@@ -32,6 +32,10 @@ class RankFailed(AssertionError):
     """A rank raised an exception, died or did not finish. The message holds its traceback."""
 
 
+class RankLate(RankFailed):
+    """A rank did not finish in time."""
+
+
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 240) -> list[Any]:
     """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises RankFailed."""
     _wait_for_threads()
@@ -54,8 +58,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 pids.append(pid)
                 pipes.append(pipe)
             return _collect(pids, pipes, time.monotonic() + timeout_seconds)
-        except BaseException:
-            _stop(pids)
+        except BaseException as error:
+            _stop(pids, prints=not isinstance(error, RankFailed) or isinstance(error, RankLate))
             raise
         finally:
             os.close(release)
@@ -65,11 +69,12 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 os.close(pipe)
 
 
-def _stop(pids: list[int]) -> None:
-    """End ranks that have failed or hang. Each first prints where its threads are."""
-    for pid in pids:
-        os.kill(pid, signal.SIGABRT)
-    time.sleep(TRACEBACK_SECONDS)
+def _stop(pids: list[int], *, prints: bool) -> None:
+    """End ranks that have failed or hang. With `prints`, each first prints where its threads are."""
+    if prints:
+        for pid in pids:
+            os.kill(pid, signal.SIGABRT)
+        time.sleep(TRACEBACK_SECONDS)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
@@ -143,7 +148,7 @@ def _collect(pids: list[int], pipes: list[int], deadline: float) -> list[Any]:
             ready = selector.select(max(deadline - time.monotonic(), 0))
             if not ready:
                 waiting = [rank for rank in range(len(pipes)) if rank not in results]
-                raise RankFailed(f"ranks {waiting} did not finish in time")
+                raise RankLate(f"ranks {waiting} did not finish in time")
             for key, _ in ready:
                 piece = os.read(key.fd, 1 << 20)
                 messages[key.data] += piece

@@ -27,27 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from inner.config import Recompute
-from inner.model.attention_kernels import VARLEN_OPERATOR
 from inner.model.kept import KeptValues
-
-# bmm is not in this set: only attention without a fused kernel uses it, and its results have all
-# pairs of positions.
-KEPT_OPERATORS = {
-    getattr(getattr(torch.ops, library), name).default
-    for library, names in {
-        "aten": (
-            "mm",
-            "addmm",
-            "_grouped_mm",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-        ),
-        "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
-    }.items()
-    for name in names
-} | {VARLEN_OPERATOR}
+from inner.parallel.kept_operators import KEPT_OPERATORS, keep_and_reuse
 
 
 def apply_recompute(model: nn.Module, kind: Recompute) -> None:
@@ -91,14 +72,14 @@ def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Te
         return checkpoint(type(module).forward, module, *args, use_reentrant=False, preserve_rng_state=False, **options)
     if not torch.is_grad_enabled():
         return forward()
-    around_forward, around_repetition = _selective_contexts() if is_selective else noop_context_fn()
+    around_forward, around_repetition = keep_and_reuse() if is_selective else noop_context_fn()
     call = _RepeatableCall(forward, around_repetition)
     with call.kept.first(), saved_tensors_hooks(call.pack, call.unpack), around_forward:
         return forward()
 
 
 def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts around a forward and around its repetition that keep the results of
+    """Return torch's contexts around a forward and its repetition that keep the results of
     KEPT_OPERATORS.
     """
     return create_selective_checkpoint_contexts(_policy)
