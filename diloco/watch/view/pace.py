@@ -2,11 +2,10 @@
 the prediction.
 """
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
-from diloco.records.latest import ENDS
+from diloco.records.figures import ENDS, IslandFigures
 from diloco.records.metrics import EventRecord, RoundRecord
 
 WINDOW = 20
@@ -16,14 +15,11 @@ STARTS = ("joined", "resumed")
 
 @dataclass(frozen=True)
 class Mark:
-    """Totals of an island at the commit of a round, since its records begin."""
+    """The figures of an island at the commit of a round."""
 
     time: float
     round: int
-    step_seconds: float
-    """Seconds spent in inner steps."""
-    reduce_seconds: float
-    bytes_sent: int
+    figures: IslandFigures
 
 
 class Pace:
@@ -33,29 +29,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque(maxlen=WINDOW + 1)
-        self._step_seconds = self._reduce_seconds = 0.0
-        self._bytes_sent = 0
-
-    def add_step(self, seconds: float) -> None:
-        """Count an inner step."""
-        self._step_seconds += seconds
 
     def add_event(self, record: EventRecord) -> None:
         """Start again if the event says that the island ended or started."""
         if record.name in (*ENDS, *STARTS):
             self._marks.clear()
 
-    def add_round(self, record: RoundRecord) -> list[float | None] | None:
+    def add_round(self, record: RoundRecord, figures: IslandFigures) -> list[float | None] | None:
         """Return the pace after an attempt, as a row of IslandHistory; None for an aborted attempt
-        or the first commit.
+        or the first commit. `figures`: the island's, after the attempt.
 
         Aborted attempts count in the seconds and bytes of the round that is committed next.
         """
-        self._bytes_sent += max(record.bytes_sent, 0)
-        self._reduce_seconds += max(record.reduce_seconds, 0.0) if math.isfinite(record.reduce_seconds) else 0.0
         if not record.committed:
             return None
-        now = Mark(record.time, record.round, self._step_seconds, self._reduce_seconds, self._bytes_sent)
+        now = Mark(record.time, record.round, figures)
         if self._marks and now.round <= self._marks[-1].round:
             self._marks.clear()  # The island has taken another history of the run.
         self._marks.append(now)
@@ -68,9 +56,9 @@ def row_between(then: Mark, now: Mark) -> list[float | None] | None:
     """
     rounds = now.round - then.round
     seconds = now.time - then.time
-    sent = now.bytes_sent - then.bytes_sent
+    sent = now.figures.bytes_sent - then.figures.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None
-    reduced = now.reduce_seconds - then.reduce_seconds
-    share = min((now.step_seconds - then.step_seconds) / seconds, 1.0)
+    reduced = now.figures.reduce_seconds - then.figures.reduce_seconds
+    share = min((now.figures.step_seconds - then.figures.step_seconds) / seconds, 1.0)
     return [now.time, seconds / rounds, share, sent / rounds, 8 * sent / reduced if reduced > 0 else None]
