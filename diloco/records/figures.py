@@ -86,11 +86,10 @@ class RunFigures:
 
 
 class LatestRecords:
-    """Keeps the figures of an island up to date.
+    """Keeps the figures of an island up to date. A Sink: takes records in the order in which they were written.
 
-    A Sink: takes records in the order in which they were written. Beside the figures it has the
-    numbers of committed rounds, (round, attempt) of aborted ones, and trained tokens by source of a
-    mixture.
+    It also has the numbers of committed rounds, (round, attempt) of aborted attempts, and trained
+    tokens by source of a mixture.
     """
 
     def __init__(self, name: str) -> None:

@@ -158,13 +158,12 @@ class StatusServer:
 
 
 def tell_training(figures: IslandFigures, now: float) -> Training:
-    """Return an island's figures at unix time `now` as they are sent."""
-    return Training(
-        **{name: getattr(figures, name) for name in ("step", "committed", "aborted", "bytes_sent", "digest")},
-        **{name: limited(getattr(figures, name)) for name in ("loss", "heldout_loss", "tokens_per_second")},
-        event=(figures.event or "")[:MAX_EVENT_CHARACTERS],
-        event_seconds=max(now - figures.event_time, 0.0) if figures.event else 0.0,
-    )
+    """Return an island's figures at unix time `now` as they are sent, without losses too large for a Figure."""
+    values = {name: getattr(figures, name) for name in Training.model_fields if name != "event_seconds"}
+    values |= {name: None for name, value in values.items() if isinstance(value, float) and abs(value) > MAX_FIGURE}
+    values["event"] = (figures.event or "")[:MAX_EVENT_CHARACTERS]
+    values["event_seconds"] = max(now - figures.event_time, 0.0) if figures.event else 0.0
+    return Training(**values)
 
 
 def read_figures(status: IslandStatus, now: float) -> IslandFigures:
@@ -172,8 +171,3 @@ def read_figures(status: IslandStatus, now: float) -> IslandFigures:
     values = status.model_dump(include={*Training.model_fields, "round"} - {"event", "event_seconds"})
     values |= {"event": one_line(status.event) or None, "event_time": now - status.event_seconds}
     return IslandFigures(name=status.island, tokens=None, **values)
-
-
-def limited(value: float | None) -> float | None:
-    """Return the value, or None if it is too large for a Figure."""
-    return value if value is not None and abs(value) <= MAX_FIGURE else None

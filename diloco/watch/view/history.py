@@ -130,7 +130,7 @@ class IslandHistory:
         norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
         checked = [record.signers, record.audited, record.gated]
         self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked, figures.round])
-        if (pace := self._pace.add_round(record, figures)) is not None:
+        if record.committed and (pace := self._pace.add_commit(figures)) is not None:
             self.rows["pace"].append(pace)
         if ranks := [row for row in record.ranks if len(row) == RANK_FIELDS and all(map(math.isfinite, row))]:
             self.rows["ranks"].append([record.time, record.round, ranks])
