@@ -33,7 +33,7 @@ class SeenIsland:
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as values for JSON."""
-        place = {} if self.status is None else self.status.model_dump(exclude={"tokens"})
+        place = {} if self.status is None else self.status.model_dump(exclude={"tokens", "event_seconds"})
         figures = {} if self.figures is None else asdict(self.figures)
         own = {"name": self.name, "state": self.state, "round": self.newest_round, "digest": self.digest}
         return place | figures | own | {"path": self.path, "answered": self.status is not None}
