@@ -30,13 +30,12 @@ from diloco.formatting import one_line
 from diloco.swarm.visit import (
     LocalIsland,
     find_members,
+    find_runs_at,
     host_of,
-    load_usable_key,
     open_probe_network,
     open_run_network,
     resolve_local_island,
 )
-from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
 from outer.errors import InputError, OuterError, is_about_run_key
 from outer.membership.base import Member
@@ -140,9 +139,7 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
             return
     began = time.monotonic()
     try:
-        key = load_usable_key(local.island)
-        proxy = local.island.proxy
-        runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
+        runs = await find_runs_at(local, address, run_name)
     except (InputError, OuterError) as error:
         yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
         return

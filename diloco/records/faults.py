@@ -2,8 +2,11 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from diloco.records.best_effort import best_effort
 
@@ -23,6 +26,9 @@ class FaultRecord:
     time: float = field(default_factory=time.time)
 
 
+_PARSER = TypeAdapter(FaultRecord)
+
+
 def record_fault(run_dir: Path, record: FaultRecord) -> None:
     """Append the record to the run's faults.jsonl. A failure is logged, and the islands go on."""
     with best_effort(f"{run_dir / LOG} lacks {record.spec}"), (run_dir / LOG).open("a") as file:
@@ -38,8 +44,6 @@ def read_faults(run_dir: Path) -> list[FaultRecord]:
 
 def parse_fault_record(line: str) -> FaultRecord | None:
     """Return the record in a line of faults.jsonl; None if a full disk has damaged the line."""
-    try:
-        value = json.loads(line)
-        return FaultRecord(**value | {"islands": tuple(value["islands"])})
-    except (ValueError, TypeError, KeyError):
-        return None
+    with suppress(ValidationError):
+        return _PARSER.validate_json(line)
+    return None

@@ -3,14 +3,48 @@
 A file that cannot be written costs a warning.
 """
 
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import Config, RunConfig, dump_config, load_config
 from diloco.errors import ConfigError
 from diloco.records.best_effort import best_effort
-from diloco.records.run_folder import CONFIG
+from diloco.records.run_folder import CONFIG, RunFacts, read_facts
+from inner.errors import InputError
 from inner.files import write_atomically
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known of a whole run before it begins, from config.yaml and run.json in its folder."""
+
+    name: str
+    """Its name; that of its folder if neither file can be read."""
+    config: RunConfig | None
+    facts: RunFacts | None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Inner steps of each island in the whole run."""
+        return self.config.total_steps if self.config else self.facts.total_steps if self.facts else None
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds of the whole run."""
+        return self.config.outer.num_rounds if self.config else None
+
+
+def read_plan(run_dir: Path) -> RunPlan:
+    """Return what the files in a run's folder tell of the whole run. A damaged file tells nothing."""
+    config = facts = None
+    with suppress(ConfigError):
+        config = load_config(run_dir / CONFIG).run
+    with suppress(InputError, OSError):
+        facts = read_facts(run_dir)
+    name = config.name if config else facts.name if facts else run_dir.resolve().name
+    return RunPlan(name, config, facts)
 
 
 def keep_config(run_dir: Path, config: Config | RunConfig) -> None:

@@ -16,7 +16,7 @@ from diloco.config.schema import IslandConfig, RunConfig
 from diloco.formatting import one_line
 from diloco.records.best_effort import best_effort
 from diloco.records.environment import write_environment
-from diloco.records.latest import ENDS
+from diloco.records.figures import ENDS
 from inner.files import try_lock, write_atomically
 from inner.mesh import resolve_degrees
 from outer.packages import find_version

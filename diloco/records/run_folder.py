@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import FolderInUse
 from diloco.records.faults import FaultRecord, read_faults
+from diloco.records.figures import LatestRecords
 from diloco.records.growing_file import GrowingFile
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
@@ -64,8 +65,15 @@ class IslandRecords:
     evals: list[EvalRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.all: list[Record] = []
+        self.latest = LatestRecords(self.name)
+        """The figures after all records."""
+
     def add(self, record: Record) -> None:
-        """Append the record to `steps`, `rounds`, `evals` or `events`."""
+        """Append the record to `all`, and to `steps`, `rounds`, `evals` or `events`."""
+        self.all.append(record)
+        self.latest.write(record)
         getattr(self, f"{record.kind}s").append(record)
 
     @property
@@ -182,8 +190,8 @@ def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
                 f"two of the folders hold the same records of {island.name!r}: one is a copy, and its steps would "
                 "count twice; leave it out"
             )
-        for kind in ("steps", "rounds", "evals", "events"):
-            getattr(known, kind).extend(getattr(island, kind))
+        for record in island.all:
+            known.add(record)
     return sorted(merged.values(), key=lambda island: natural_key(island.name))
 
 

@@ -36,11 +36,12 @@ def computing_share(island: IslandRecords) -> float | None:
         return None
     spans = island.spans
     seconds = max(end for _, end in spans) - min(start for start, _ in spans)
-    return min(sum(step.seconds for step in island.steps) / seconds, 1.0) if seconds > 0 else None
+    return min(island.latest.figures.step_seconds / seconds, 1.0) if seconds > 0 else None
 
 
 def _row(island: IslandRecords, whole: int) -> dict[str, str]:
-    seconds = sum(step.seconds for step in island.steps)
+    figures = island.latest.figures
+    seconds = figures.step_seconds
     speed = sum(s.tokens_per_second * s.seconds for s in island.steps) / seconds if seconds else None
     contributed = count_contributed(island)
     computing = computing_share(island)
@@ -48,12 +49,12 @@ def _row(island: IslandRecords, whole: int) -> dict[str, str]:
         "island": island.name,
         "inner steps": str(len(island.steps)),
         "skipped": str(sum(step.skipped for step in island.steps)),
-        "tokens": human_count(max((step.tokens for step in island.steps), default=0)),
+        "tokens": human_count(figures.tokens),
         "tokens/s": human_count(speed),
-        "committed": str(sum(record.committed for record in island.rounds)),
+        "committed": str(figures.committed),
         "contributed": f"{human_count(contributed)} ({contributed / whole:.1%})" if whole else UNKNOWN,
-        "sent": human_bytes(sum(record.bytes_sent for record in island.rounds)),
-        "received": human_bytes(sum(record.bytes_received for record in island.rounds)),
+        "sent": human_bytes(figures.bytes_sent),
+        "received": human_bytes(figures.bytes_received),
         "computing": UNKNOWN if computing is None else f"{computing:.0%}",
-        "waited": human_seconds(sum(record.wait_seconds for record in island.rounds)),
+        "waited": human_seconds(figures.wait_seconds),
     }

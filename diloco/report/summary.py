@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.records.metrics import EvalRecord
+from diloco.records.figures import combine
+from diloco.records.kept_config import read_plan
 from diloco.records.run_folder import IslandRecords, RunRecords, read_run
 from diloco.report.data_account import data_account
 from inner.files import write_atomically
@@ -37,7 +38,7 @@ def write_summary(run: RunRecords, out: Path | None = None) -> Summary:
 def summarise_records(run: RunRecords) -> Summary:
     """Summarise records that have already been read."""
     summary: Summary = {
-        "name": run.facts.name if run.facts else run.run_dir.resolve().name,
+        "name": read_plan(run.run_dir).name,
         "num_params": run.facts.num_params if run.facts else None,
         "num_islands": run.num_islands,
         "islands_read": len(run.islands),
@@ -64,31 +65,30 @@ def summarise_records(run: RunRecords) -> Summary:
 
 def training_figures(islands: Sequence[IslandRecords]) -> Summary:
     """Return the figures that a run and its baseline have in common."""
-    last = find_last_eval(islands)
-    rounds = [record for island in islands for record in island.rounds]
+    latest = [island.latest for island in islands]
+    run = combine(latest)
+    figures = {each.figures.name: each.figures for each in latest}
     disagreeing = find_disagreeing_rounds(islands)
-    committed = {r.round for r in rounds if r.committed}
-    has_own = any(r.is_own for r in rounds)
-    own = find_last_evals(islands) if has_own else {}
+    has_own = any(record.is_own for island in islands for record in island.rounds)
+    # With gossip each island's own params are evaluated: those evaluated after the most rounds count.
+    own = [each for each in figures.values() if has_own and each.heldout_round == run.heldout_round >= 0]
     return {
-        "final_eval_loss": mean_of_known([e.loss for e in own.values()]) if has_own else last.loss if last else None,
-        "final_bits_per_byte": (
-            mean_of_known([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
-        ),
-        "final_eval_losses": {name: record.loss for name, record in own.items()} if has_own else None,
+        "final_eval_loss": mean_of_known([each.heldout_loss for each in own]) if has_own else run.heldout_loss,
+        "final_bits_per_byte": mean_of_known([each.bits_per_byte for each in own]) if has_own else run.bits_per_byte,
+        "final_eval_losses": {each.name: each.heldout_loss for each in own} if has_own else None,
         "final_source_losses": find_source_losses(islands),
         "eval_losses": mean_eval_losses(islands),
-        "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
-        "source_tokens": count_source_tokens(islands),
+        "tokens": run.tokens,
+        "source_tokens": dict(sum((each.source_tokens for each in latest), Counter[str]())),
         "steps": {island.name: len(island.steps) for island in islands},
         **count_committed_steps(islands),
         **noise_figures(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
-        "rounds_committed": len(committed),
-        "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
-        "bytes_sent": {island.name: sum(r.bytes_sent for r in island.rounds) for island in islands},
-        "bytes_received": {island.name: sum(r.bytes_received for r in island.rounds) for island in islands},
-        "digests_equal": not disagreeing if committed and not has_own else None,
+        "rounds_committed": run.committed,
+        "rounds_aborted": run.aborted,
+        "bytes_sent": {name: each.bytes_sent for name, each in figures.items()},
+        "bytes_received": {name: each.bytes_received for name, each in figures.items()},
+        "digests_equal": not disagreeing if run.committed and not has_own else None,
         "rounds_disagreeing": disagreeing,
         "seconds": wall_seconds(islands),
     }
@@ -104,18 +104,9 @@ def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
     measured = [step for half in halves for step in half[len(half) // 2 :]]
     signal = mean_of_known([step.noise_scale["signal"] for step in measured])
     noise = mean_of_known([step.noise_scale["noise"] for step in measured])
-    step_tokens = [max(s.tokens for s in island.steps) / len(island.steps) for island in islands if island.steps]
+    step_tokens = [(island.latest.figures.tokens or 0) / len(island.steps) for island in islands if island.steps]
     scale = noise / signal if signal is not None and noise is not None and min(signal, noise) > 0 else None
     return {"noise_scale": scale, "step_tokens": sum(step_tokens) or None}
-
-
-def count_source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
-    """Count the trained tokens by source of a mixture. Empty without a mixture."""
-    found: Counter[str] = Counter()
-    for island in islands:
-        for record in island.steps:
-            found.update(record.source_tokens)
-    return dict(found)
 
 
 def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
@@ -127,21 +118,6 @@ def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
     committed = sum(record.steps for island in islands for record in island.rounds if record.committed)
     share = committed / trained if trained and committed else None
     return {"steps_trained": trained, "steps_committed": committed, "committed_share": share}
-
-
-def find_last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
-    """Return the last evaluation of any island; None if there is none."""
-    return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
-
-
-def find_last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
-    """Return the last evaluation of each island's own params in a gossip run.
-
-    Only islands that were evaluated in the newest round are included.
-    """
-    found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
-    newest = max((record.round for record in found.values()), default=0)
-    return {name: record for name, record in found.items() if record.round == newest}
 
 
 def find_source_losses(islands: Sequence[IslandRecords]) -> dict[str, float | None]:

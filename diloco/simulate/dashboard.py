@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
+from diloco.formatting import human_bytes, human_count, human_loss, human_seconds, one_line
 from diloco.records.faults import FaultRecord, read_faults
-from diloco.records.latest import LatestRecords
+from diloco.records.figures import IslandFigures, LatestRecords, cells, combine
 from diloco.records.run_folder import METRICS, Tail
 from diloco.runtime.processes import Child
 
@@ -36,21 +36,9 @@ class RunState:
 
 def table_rows(state: RunState) -> list[tuple[str, ...]]:
     """Return one row of text for each island: COLUMNS, then its last event."""
-    return [
-        (
-            island.name,
-            f"{island.step}/{state.total_steps}",
-            human_loss(island.loss),
-            human_count(island.tokens_per_second),
-            UNKNOWN if island.round is None else str(island.round),
-            UNKNOWN if island.num_participants is None else str(island.num_participants),
-            f"{len(island.committed)}/{island.num_aborted}",
-            human_bytes(island.bytes_sent),
-            human_loss(island.eval_loss),
-            island.event,
-        )
-        for island in state.islands
-    ]
+    islands = [island.figures for island in state.islands]
+    rows = [(cells(island, state.total_steps), island.event or "") for island in islands]
+    return [(*(shown[column] for column in COLUMNS), event) for shown, event in rows]
 
 
 class Dashboard:
@@ -96,7 +84,7 @@ class Dashboard:
 
     def add_island(self, name: str) -> None:
         """Add an island to the table unless it is already there."""
-        if all(island.name != name for island in self.state.islands):
+        if all(island.figures.name != name for island in self.state.islands):
             self.state.islands.append(LatestRecords(name))
             self._tails.append(Tail(self._run_dir / name / METRICS))
 
@@ -104,7 +92,7 @@ class Dashboard:
         """Read the new records of all islands and show them. Does not block."""
         rounds_before = self._rounds_decided()
         num_faults = len(self.state.faults)
-        events_before = [island.event for island in self.state.islands]
+        events_before = [island.figures.event for island in self.state.islands]
         self.state.faults = read_faults(self._run_dir)
         for island, tail in zip(self.state.islands, self._tails, strict=True):
             for record in tail.new_records():
@@ -124,12 +112,12 @@ class Dashboard:
     def _rounds_decided(self) -> int:
         # Only the most advanced island counts, so that a round prints one line and not one line per
         # island.
-        return max((len(island.committed) + island.num_aborted for island in self.state.islands), default=0)
+        return max((i.figures.committed + i.figures.aborted for i in self.state.islands), default=0)
 
-    def _print_events(self, before: Sequence[str]) -> None:
+    def _print_events(self, before: Sequence[str | None]) -> None:
         for island, old in zip(self.state.islands, before, strict=True):
-            if island.event != old:
-                self._print(f"{island.name} {island.event}")
+            if island.figures.event != old:
+                self._print(f"{island.figures.name} {island.figures.event or ''}")
 
     def _print(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
@@ -151,7 +139,7 @@ def render_table(title: str, state: RunState) -> Group:
         table.add_column(column, justify="right", no_wrap=True)
     lines: list[Text] = []
     for island, row in zip(state.islands, table_rows(state), strict=True):
-        bar = ProgressBar(total=max(state.total_steps, 1), completed=island.step, width=10)
+        bar = ProgressBar(total=max(state.total_steps, 1), completed=island.figures.step, width=10)
         table.add_row(Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)]))
         if row[-1]:
             lines.append(Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis"))
@@ -172,21 +160,17 @@ def print_failure(child: Child, console: Console) -> None:
 
 def format_status_line(state: RunState) -> str:
     """Format the state of the run as one line of plain text."""
-    islands = state.islands
-    decided = [island.round for island in islands if island.round is not None]
-    newest = max(islands, key=lambda island: island.eval_round, default=None)
+    run = combine(state.islands)
     return (
-        f"[{human_seconds(state.seconds)}] step {max((i.step for i in islands), default=0)}/{state.total_steps}"
-        f" | round {max(decided, default=UNKNOWN)}"
-        f" | {len(set().union(*(i.committed for i in islands)))} committed"
-        f" {max((i.num_aborted for i in islands), default=0)} aborted"
-        f" | loss {format_losses(islands)} | held-out {human_loss(newest.eval_loss if newest else None)}"
-        f" | {human_count(sum(i.tokens_per_second or 0 for i in islands))} tok/s"
-        f" | sent {human_bytes(sum(i.bytes_sent for i in islands))}"
+        f"[{human_seconds(state.seconds)}] step {run.step}/{state.total_steps} | round {run.round}"
+        f" | {run.committed} committed {run.aborted} aborted"
+        f" | loss {format_losses([island.figures for island in state.islands])}"
+        f" | held-out {human_loss(run.heldout_loss)} | {human_count(run.tokens_per_second)} tok/s"
+        f" | sent {human_bytes(run.bytes_sent)}"
     )
 
 
-def format_losses(islands: Sequence[LatestRecords]) -> str:
+def format_losses(islands: Sequence[IslandFigures]) -> str:
     """Return each island's training loss, or the range if there are more than LOSSES_SHOWN
     islands.
     """

@@ -6,7 +6,6 @@
 As with the doctor's calls, anybody who knows the address, and the run key if there is one, may ask.
 """
 
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -15,8 +14,10 @@ from typing import Annotated, Protocol
 from pydantic import Field
 
 from diloco.formatting import one_line
-from diloco.records.latest import LatestRecords
+from diloco.records.best_effort import best_effort
+from diloco.records.figures import IslandFigures, LatestRecords
 from diloco.records.metrics import Metrics
+from diloco.records.run_folder import Tail
 from outer.diagnostics import package_versions
 from outer.errors import MessageError
 from outer.network.endpoints import Endpoint, Messenger
@@ -28,7 +29,8 @@ MAX_EVENT_CHARACTERS = 300
 MAX_STEP = 1 << 40
 
 ShortText = Annotated[str, Field(max_length=64)]
-Figure = Annotated[float, Field(ge=-1e30, le=1e30)]
+MAX_FIGURE = 1e30
+Figure = Annotated[float, Field(ge=-MAX_FIGURE, le=MAX_FIGURE)]
 """A finite number."""
 Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
@@ -43,7 +45,7 @@ class Training(Message):
     heldout_loss: Figure | None
     tokens_per_second: Figure | None
     committed: int = Field(ge=0, lt=MAX_ROUND)
-    """Committed rounds in these records. A running process counts only those since its start."""
+    """Committed rounds in these records, those of the island's earlier processes included."""
     aborted: int = Field(ge=0, lt=MAX_ROUND)
     """Aborted attempts in these records."""
     bytes_sent: int = Field(ge=0, lt=MAX_TOKENS)
@@ -122,6 +124,9 @@ class StatusServer:
         self._find_position = find_position
         self._doing = doing
         self._latest = LatestRecords(place.island)
+        with best_effort("diloco status will not count the records of earlier processes"):
+            for record in Tail(metrics.path).new_records():
+                self._latest.write(record)
         self._began_at = time.monotonic()
         self._versions = package_versions()
         metrics.add_sink(self._latest)
@@ -134,14 +139,14 @@ class StatusServer:
 
     def status(self) -> IslandStatus:
         """Return the island's state now."""
-        latest = self._latest
+        figures = self._latest.figures
         position = self._find_position()
         now = time.time()
-        silent = max(now - latest.time, 0.0) if latest.time else 0.0
+        silent = max(now - (figures.last_record or now), 0.0)
         doing, doing_seconds = self._doing.now if self._doing is not None else ("since its last record", silent)
         return IslandStatus(
             **self._place.model_dump(),
-            **describe_records(latest, now).model_dump(),
+            **tell_training(figures, now).model_dump(),
             doing=doing,
             doing_seconds=doing_seconds,
             round=position.round,
@@ -152,22 +157,17 @@ class StatusServer:
         )
 
 
-def describe_records(latest: LatestRecords, now: float) -> Training:
-    """Return what an island's records show at unix time `now`."""
-    return Training(
-        step=latest.step,
-        loss=finite(latest.loss),
-        heldout_loss=finite(latest.eval_loss),
-        tokens_per_second=finite(latest.tokens_per_second),
-        committed=len(latest.committed),
-        aborted=latest.num_aborted,
-        bytes_sent=latest.bytes_sent,
-        digest=latest.digest,
-        event=one_line(latest.event)[:MAX_EVENT_CHARACTERS],
-        event_seconds=max(now - latest.event_time, 0.0) if latest.event else 0.0,
-    )
+def tell_training(figures: IslandFigures, now: float) -> Training:
+    """Return an island's figures at unix time `now` as they are sent, without losses too large for a Figure."""
+    values = {name: getattr(figures, name) for name in Training.model_fields if name != "event_seconds"}
+    values |= {name: None for name, value in values.items() if isinstance(value, float) and abs(value) > MAX_FIGURE}
+    values["event"] = (figures.event or "")[:MAX_EVENT_CHARACTERS]
+    values["event_seconds"] = max(now - figures.event_time, 0.0) if figures.event else 0.0
+    return Training(**values)
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value, or None if JSON cannot hold it or it is too large for a loss."""
-    return value if value is not None and math.isfinite(value) and abs(value) <= 1e30 else None
+def read_figures(status: IslandStatus, now: float) -> IslandFigures:
+    """Return the figures in a status that came at unix time `now`, the inverse of `tell_training`."""
+    values = status.model_dump(include={*Training.model_fields, "round"} - {"event", "event_seconds"})
+    values |= {"event": one_line(status.event) or None, "event_time": now - status.event_seconds}
+    return IslandFigures(name=status.island, tokens=None, **values)

@@ -1,25 +1,25 @@
 """Requests the state of all islands of a run, from any machine."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from diloco.config.from_swarm import parse_swarm_config
-from diloco.config.schema import RunConfig, parse_config
+from diloco.config.schema import RunConfig
 from diloco.doctor.path_checks import describe_route, find_route
 from diloco.errors import ConfigError
 from diloco.formatting import human_seconds, one_line
 from diloco.records.run_folder import natural_key
-from diloco.status.reply import CALL, IslandStatus
+from diloco.status.reply import CALL, IslandStatus, read_figures
 from diloco.status.run_status import RunStatus, SeenIsland
 from diloco.swarm.visit import (
     LocalIsland,
     describe_silence,
     find_members,
-    load_usable_key,
+    find_runs_at,
     open_run_network,
-    resolve_local_island,
+    resolve_visitor,
 )
-from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
 from outer.errors import MessageError, OuterError, first_line
 from outer.membership.base import Member
@@ -38,10 +38,8 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
     `overrides` are settings of an island on this machine. Raises ConfigError or InputError if there
     is no such run or the swarm cannot be reached.
     """
-    local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
-    key = load_usable_key(local.island)
-    proxy = local.island.proxy
-    runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
+    local = resolve_visitor(overrides, address)
+    runs = await find_runs_at(local, address, run_name)
     if run_name is not None and run_name not in runs:
         raise ConfigError(f"--run: no run {run_name!r} at {address}; runs there: {', '.join(sorted(runs)) or 'none'}")
     if not runs:
@@ -68,23 +66,28 @@ async def ask_island(
     """Ask one island for its status."""
     if member is None:
         return SeenIsland(name=name, state="its record has not arrived: ask again")
-    address = member.control_addresses[0]
     record = {"round": member.round, "digest": member.digest}
-    call = call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
     try:
-        status = await call
+        status = await ask_status(network, member)
     except OuterError as error:
-        return SeenIsland(name=name, state=explain_silence(error), **record)
+        return SeenIsland(name=name, state=f"{explain_silence(error)}; `diloco doctor` says more", **record)
     state = f"{one_line(status.doing)} for {human_seconds(status.doing_seconds)}"
-    path = await find_path(local, run, address)
-    return SeenIsland(name=name, state=state, training=status, status=status, path=path, **record)
+    path = await find_path(local, run, member.control_addresses[0])
+    figures = read_figures(status, time.time())
+    return SeenIsland(name=name, state=state, figures=figures, status=status, path=path, **record)
+
+
+async def ask_status(network: Network, member: Member) -> IslandStatus:
+    """Return the island's status. Raises OuterError."""
+    address = member.control_addresses[0]
+    return await call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
 
 
 def explain_silence(error: OuterError) -> str:
     """Return why an island has not answered."""
     if isinstance(error, MessageError):
         return f"runs another version of diloco: {first_line(error)}"
-    return f"{describe_silence(error, CALL_SECONDS)}; `diloco doctor` says more"
+    return describe_silence(error, CALL_SECONDS)
 
 
 async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:

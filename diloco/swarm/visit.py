@@ -6,15 +6,16 @@ The visitor announces no record, so the swarm does not count it as an island.
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.config.schema import Config, IslandConfig, RunConfig, parse_config
 from diloco.errors import ConfigError
 from outer.config import NETWORKS, NetworkFacts
+from outer.connect.meeting import find_runs
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import DeadlineError, InputError, first_line
@@ -68,6 +69,13 @@ def resolve_local_island(config: Config | None, overrides_only: Config, address:
     return LocalIsland(None, island, "gloo" if is_tcp else "hivemind")
 
 
+def resolve_visitor(overrides: Sequence[str], address: str) -> LocalIsland:
+    """Return the island of a command without a config file. Raises ConfigError for other settings than an island's."""
+    if refused := [override for override in overrides if not override.startswith("island.")]:
+        raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
+    return resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
+
+
 def host_of(address: str) -> tuple[str, int] | None:
     """Return the host and TCP port of a swarm's address; None if the address has no TCP port."""
     found = MULTIADDRESS.match(address) or RENDEZVOUS.fullmatch(address)
@@ -114,6 +122,12 @@ def load_usable_key(island: IslandConfig) -> RunKey | None:
         return load_run_key(island.run_key_file)
     except InputError:
         return None
+
+
+async def find_runs_at(local: LocalIsland, address: str, run_name: str | None) -> Mapping[str, RunInfo]:
+    """Return the runs at an address by name, or only the named one. Raises InputError or OuterError."""
+    key = load_usable_key(local.island)
+    return await find_runs(address, local.connect_seconds, key, local.island.proxy, run_name)
 
 
 async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:

@@ -48,17 +48,11 @@ def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield name, UNKNOWN if p[key] is None else show(p[key]), span(values, show)
     needed = "none is fast enough" if p["needed_rate"] is None else human_rate(p["needed_rate"])
     yield f"link needed for {100 * p['target']:.0f} % in inner steps", needed, ""
-    if left := rounds_left(state):
+    if (left := state["num_rounds"] - state["round"]) > 0:
         times = [left * island["round_seconds"] for island in islands if island["round_seconds"] is not None]
         yield f"the {left} rounds to come", human_duration(left * p["round_seconds"]), span(times, human_duration)
     law = "2503.09799, extrapolated" if p["is_extrapolated"] else "2503.09799"
     yield f"loss to data-parallel ({law})", signed(p["loss_gap"]), signed(state["loss_gap"])
-
-
-def rounds_left(state: dict[str, Any]) -> int:
-    """Return the number of rounds of the run that no island has tried yet."""
-    tried = [island["round"] for island in state["islands"] if island["round"] is not None]
-    return state["predicted"]["num_rounds"] - 1 - max(tried, default=-1)
 
 
 def span(values: Sequence[float], show: Callable[[float], str]) -> str:

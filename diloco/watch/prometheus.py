@@ -5,7 +5,7 @@ from typing import Any
 
 GAUGES = {
     "step": "Inner steps made.",
-    "round": "Number of the last round that was tried.",
+    "round": "Committed rounds of the run after the island's last commit.",
     "tokens_per_second": "Tokens per second in the last inner step.",
     "loss": "Loss of the last inner step, nats per token.",
     "heldout_loss": "Held-out loss of the global params, nats per token.",
@@ -15,7 +15,7 @@ GAUGES = {
     "last_record": "Unix time of the last record.",
 }
 COUNTERS = {
-    "tokens": "Tokens trained.",
+    "tokens": "Tokens of all inner steps made.",
     "committed": "Rounds committed.",
     "aborted": "Attempts aborted.",
     "bytes_sent": "Bytes sent to other islands.",

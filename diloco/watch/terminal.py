@@ -3,14 +3,14 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, one_line
+from diloco.formatting import one_line
+from diloco.records.figures import cells
 from diloco.records.metrics import LOST
 from diloco.watch.prediction_table import show_prediction
 from diloco.watch.view.attempts import Attempt, find_attempts, find_stragglers
@@ -47,8 +47,8 @@ def render(prediction: RunPrediction) -> Group:
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True, overflow="ellipsis")
     for island in state["islands"]:
-        cells = format_island(island, state["total_steps"])
-        table.add_row(*cells, style="red" if island["is_wrong"] else None)
+        shown = cells(view.islands[island["name"]].latest.figures, state["total_steps"]) | {"state": island["state"]}
+        table.add_row(*(Text(shown[column]) for column in COLUMNS), style="red" if island["is_wrong"] else None)
     lines = [*map(format_attempt, find_attempts(view, ROUNDS_SHOWN)), *find_stragglers(view.islands), *last_lines(view)]
     texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(table, *show_prediction(state), *texts)
@@ -65,25 +65,6 @@ def format_attempt(attempt: Attempt) -> str:
         late,
     ]
     return f"round {attempt.round} attempt {attempt.attempt}: {', '.join(filter(None, [*words, *attempt.notes]))}"
-
-
-def format_island(island: dict[str, Any], total_steps: int | None) -> list[Text]:
-    """Return the cells of an island's row in the table."""
-    known = [UNKNOWN if island["round"] is None else str(island["round"]), human_loss(island["loss"])]
-    return [
-        Text(cell)
-        for cell in (
-            island["name"],
-            island["state"],
-            f"{island['step']}/{total_steps}" if total_steps else str(island["step"]),
-            *known,
-            human_loss(island["heldout_loss"]),
-            human_count(island["tokens_per_second"]),
-            f"{island['committed']}/{island['aborted']}",
-            human_bytes(island["bytes_sent"]),
-            island["digest"][:8] or UNKNOWN,
-        )
-    ]
 
 
 def last_lines(view: RunView) -> Iterator[str]:

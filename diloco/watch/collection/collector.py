@@ -15,27 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.config.from_swarm import parse_swarm_config
-from diloco.config.schema import RunConfig, dump_config, parse_config
+from diloco.config.schema import RunConfig, dump_config
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
 from diloco.records.run_folder import CONFIG, METRICS
 from diloco.status.operator_orders import CALL as ORDER
 from diloco.status.operator_orders import Carried, Order
 from diloco.status.record_pages import CALL, PAGE_BYTES, RecordsPage
-from diloco.status.reply import CALL as STATUS_CALL
-from diloco.status.reply import IslandStatus
-from diloco.swarm.visit import (
-    choose_run,
-    describe_silence,
-    load_usable_key,
-    open_run_network,
-    resolve_local_island,
-)
+from diloco.status.swarm import CALL_SECONDS, ask_status, explain_silence
+from diloco.swarm.visit import choose_run, find_runs_at, open_run_network, resolve_visitor
 from diloco.watch.collection.mirror import Mirror
 from inner.files import write_atomically
-from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
-from outer.errors import MessageError, OuterError, first_line
+from outer.errors import MessageError, OuterError
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 from outer.network.event_loop import EventLoopThread
@@ -44,7 +36,6 @@ from outer.network.messages import call_message, receive_reply
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-CALL_SECONDS = 5.0
 LONGEST_REPLY = 1 << 20
 """Most bytes of a reply. A page of records is shorter: its lines have PAGE_BYTES before JSON
 escapes them."""
@@ -66,13 +57,11 @@ class Collector:
 
         Raises ConfigError if an override does not begin with `island.`.
         """
-        if refused := [override for override in overrides if not override.startswith("island.")]:
-            raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
         self.address = address
         self.overrides = overrides
         self._run_name = run_name
         self._parent = folder
-        self._local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
+        self._local = resolve_visitor(overrides, address)
         self._loop = EventLoopThread()
         self._has_records = threading.Event()
         self.members: dict[str, Member] = {}
@@ -86,7 +75,8 @@ class Collector:
         """Visit the swarm and return the run's folder. Raises ConfigError or OuterError if no
         records can be collected.
         """
-        info = self._loop.run(self._find_run())
+        runs = self._loop.run(find_runs_at(self._local, self.address, self._run_name))
+        info = choose_run(runs, self._run_name, self.address)
         self.run = parse_swarm_config(info.config_text)
         self.folder = self._parent / self.run.name
         write_atomically(self.folder / CONFIG, dump_config(self.run))
@@ -128,14 +118,6 @@ class Collector:
 
         return dict(zip(orders, await asyncio.gather(*map(order, orders)), strict=True))
 
-    async def _find_run(self) -> RunInfo:
-        local = self._local
-        address = self.address
-        key = load_usable_key(local.island)
-        proxy = local.island.proxy
-        runs = await find_runs(address, local.connect_seconds, key, proxy, self._run_name)
-        return choose_run(runs, self._run_name, address)
-
     async def _visit(self, run: RunConfig, info: RunInfo) -> None:
         async with open_run_network(self._local, self.address, run, info) as network, asyncio.TaskGroup() as tasks:
             self._network = network
@@ -173,7 +155,7 @@ class Collector:
                     mirror.note_presence(answers=True, text="")
                     self._silence.pop(name, None)
             except OuterError as error:
-                self._silence[name] = explain(error)
+                self._silence[name] = explain_silence(error)
                 mirror.note_presence(answers=False, text=self._silence[name])
             except OSError as error:
                 log.error("%s: records are not kept: %s", mirror.folder, error)
@@ -194,16 +176,3 @@ class Collector:
         if page.journal:
             self._has_records.set()
         return page.size - page.end >= PAGE_BYTES // 4 and mirror.request != before
-
-
-async def ask_status(network: Network, member: Member) -> IslandStatus:
-    """Return the island's status."""
-    address = member.control_addresses[0]
-    return await call_message(network.messenger, address, STATUS_CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
-
-
-def explain(error: OuterError) -> str:
-    """Return the reason why an island has not answered, as text."""
-    if isinstance(error, MessageError):
-        return f"runs another version of diloco: {first_line(error)}"[:300]
-    return describe_silence(error, CALL_SECONDS)[:300]

@@ -39,14 +39,12 @@ function bytesOf(run) {
 }
 
 function figuresOf(run) {
-  const evals = evalsOf(run), rounds = rowsOf(run, "rounds"), [begin, end] = spanOf(run), sent = bytesOf(run);
-  const tokens = Object.values(run.islands).reduce((sum, rows) => sum + (rows.steps.at(-1)?.[2] ?? 0), 0);
+  const evals = evalsOf(run), [begin, end] = spanOf(run), now = run.figures;
   const best = evals.length ? Math.min(...evals.map((r) => r[2])) : null;
   return {
-    islands: Object.keys(run.islands).length, parameters: human(run.num_params), duration: duration(end - begin), tokens: human(tokens),
-    "tokens/s": human(end > begin ? tokens / (end - begin) : null), "rounds committed": committedOf(run).length,
-    "attempts aborted": new Set(rounds.filter((r) => !r[3]).map((r) => `${r[1]} ${r[2]}`)).size,
-    sent: human(sent.at(-1)?.[1] ?? 0, "B"), "held-out": evals.length ? evals.at(-1)[2].toFixed(4) : "–", "lowest held-out": best === null ? "–" : best.toFixed(4),
+    islands: now.num_islands, parameters: human(run.num_params), duration: duration(end - begin), tokens: human(now.tokens),
+    "tokens/s": human(end > begin ? now.tokens / (end - begin) : null), "rounds committed": now.committed, "attempts aborted": now.aborted,
+    sent: human(now.bytes_sent, "B"), "held-out": now.heldout_loss === null ? "–" : now.heldout_loss.toFixed(4), "lowest held-out": best === null ? "–" : best.toFixed(4),
   };
 }
 
@@ -86,7 +84,9 @@ runs.forEach((_, i) => {
   const source = new EventSource(`run/${i}/events`);
   source.addEventListener("snapshot", (event) => { runs[i] = JSON.parse(event.data); byId("link").textContent = ""; drawSoon(); });
   source.addEventListener("more", (event) => {
-    for (const [name, rows] of Object.entries(JSON.parse(event.data).islands)) {
+    const more = JSON.parse(event.data);
+    runs[i].figures = more.figures ?? runs[i].figures;
+    for (const [name, rows] of Object.entries(more.islands)) {
       const known = runs[i].islands[name] ??= Object.fromEntries(Object.keys(rows).map((kind) => [kind, []]));
       for (const kind in rows) known[kind].push(...rows[kind]);
     }

@@ -69,7 +69,7 @@ function drawCards(t) {
     card.classList.toggle("bad", isBad);
     const title = make("h2", name);
     title.append(make("span", state));
-    const facts = [["step", step ? step[1] + (run.total_steps ? "/" + run.total_steps : "") : "–"], ["round", round ? round[1] : "–"],
+    const facts = [["step", step ? step[1] + (run.total_steps ? "/" + run.total_steps : "") : "–"], ["round", round ? round[19] : 0],
       ["loss", lossRow ? lossRow[3].toFixed(4) : "–"], ["held-out", held?.[2] != null ? held[2].toFixed(4) : "–"],
       ["tokens", human(step?.[2])], ["tok/s", human(step?.[4])],
       ["ok/abort", round ? `${round[7]}/${round[8]}` : "–"], ["sent", human(round?.[6], "B")]];

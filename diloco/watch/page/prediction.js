@@ -26,7 +26,7 @@ function measuredGap(t) {
 function predictionRows(t) {
   const p = predicted, paces = names().map((name) => until(run.islands[name].pace, t)).filter(Boolean);
   const field = (i) => paces.map((row) => row[i]).filter((v) => v !== null), or = (v, show) => (v === null ? "–" : show(v));
-  const tried = Math.max(-1, ...names().map((name) => until(run.islands[name].rounds, t)?.[1] ?? -1)), left = p.num_rounds - 1 - tried;
+  const left = run.num_rounds - Math.max(0, ...names().map((name) => until(run.islands[name].rounds, t)?.[19] ?? 0));
   const law = "2503.09799" + (p.is_extrapolated ? ", extrapolated" : "");
   return [
     ["time per round", duration(p.round_seconds), spanText(field(1), duration)],

@@ -10,8 +10,8 @@ from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.formatting import human_duration, human_rate
 from diloco.network_emulation.links import AccessLink, parse_links
+from diloco.records.kept_config import read_plan
 from diloco.records.run_folder import CONFIG
-from diloco.watch.view.facts import find_facts
 from diloco.watch.view.history import IslandHistory
 from diloco.watch.view.run_view import RunView
 
@@ -98,7 +98,7 @@ def find_link(view: RunView, config: Config) -> "tuple[LinkSpeed, str]":
 
     if (given := view.link) is not None:
         return LinkSpeed(given.rate, given.rtt), f"a link of {describe(given)}, as --link says"
-    facts = find_facts(view.run_dir)
+    facts = read_plan(view.run_dir).facts
     if facts is not None and facts.links and (links := parse_links(facts.links.split(), facts.num_islands).all):
         slowest = AccessLink(min(link.rate for link in links), max(link.rtt for link in links))
         return LinkSpeed(slowest.rate, slowest.rtt), f"a link of {describe(slowest)}, as simulate --link shaped it"

@@ -4,15 +4,14 @@ run.
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.formatting import one_line
+from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.growing_file import GrowingFile
-from diloco.records.latest import ENDS, LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
 from diloco.watch.view.pace import Pace
@@ -57,7 +56,8 @@ class IslandHistory:
     work     begin, end: an inner step, or several without a pause between them
     rounds   end, round, attempt, committed (0 or 1), seconds of wait, seconds of reduce, bytes sent so far,
              committed so far, aborted so far, number of the group of its participants, digest, cause, planner, norm of
-             the pseudo-gradient, norm of the mean, their cosine, signers, audited parts, parts left out by island
+             the pseudo-gradient, norm of the mean, their cosine, signers, audited parts, parts left out by island,
+             committed rounds of the run
     evals    time, tokens of all islands, held-out loss
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
@@ -75,7 +75,6 @@ class IslandHistory:
     def __post_init__(self) -> None:
         self.latest = LatestRecords(self.folder.name)
         self._tail = Tail(self.folder / METRICS)
-        self._sources = Counter[str]()
         self._pace = Pace()
         self._presence = LinesTail(self.folder / PRESENCE)
 
@@ -110,17 +109,16 @@ class IslandHistory:
                 self._pace.add_event(record)
 
     def _add_step(self, record: StepRecord) -> None:
-        row = [record.time, record.step, record.tokens, finite(record.loss), finite(record.tokens_per_second)]
+        tokens = self.latest.figures.tokens
+        row = [record.time, record.step, tokens, finite(record.loss), finite(record.tokens_per_second)]
         self.rows["steps"].append([*row, finite(record.noise_scale.get("tokens"))])
-        seconds = finite(record.seconds) or 0.0
-        self._pace.add_step(seconds)
-        self.rows["work"].append([record.time - seconds, record.time])
+        self.rows["work"].append([record.time - (finite(record.seconds) or 0.0), record.time])
         if record.source_tokens:
-            self._sources.update(record.source_tokens)
-            self.rows["sources"].append([record.time, dict(self._sources)])
+            self.rows["sources"].append([record.time, dict(self.latest.source_tokens)])
 
     def _add_round(self, record: RoundRecord) -> None:
-        counts = [self.latest.bytes_sent, len(self.latest.committed), self.latest.num_aborted]
+        figures = self.latest.figures
+        counts = [figures.bytes_sent, figures.committed, figures.aborted]
         seconds = [finite(record.wait_seconds) or 0.0, finite(record.reduce_seconds) or 0.0]
         told = [
             self.groups.number_of(record.participants),
@@ -131,8 +129,8 @@ class IslandHistory:
         which = [record.time, record.round, record.attempt, int(record.committed)]
         norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
         checked = [record.signers, record.audited, record.gated]
-        self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked])
-        if (pace := self._pace.add_round(record)) is not None:
+        self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked, figures.round])
+        if record.committed and (pace := self._pace.add_commit(figures)) is not None:
             self.rows["pace"].append(pace)
         if ranks := [row for row in record.ranks if len(row) == RANK_FIELDS and all(map(math.isfinite, row))]:
             self.rows["ranks"].append([record.time, record.round, ranks])
@@ -171,11 +169,6 @@ def parse_presence(line: str) -> Row | None:
         return [time, int(bool(values["answers"])), text] if 0 <= time < MAX_TIME else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value, or None if JSON cannot represent it."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def thin(rows: Sequence[Row], most: int) -> list[Row]:

@@ -2,28 +2,14 @@
 the prediction.
 """
 
-import math
 from collections import deque
-from dataclasses import dataclass
 
-from diloco.records.latest import ENDS
-from diloco.records.metrics import EventRecord, RoundRecord
+from diloco.records.figures import ENDS, IslandFigures
+from diloco.records.metrics import EventRecord
 
 WINDOW = 20
 """Number of rounds over which the pace is a mean."""
 STARTS = ("joined", "resumed")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Totals of an island at the commit of a round, since its records begin."""
-
-    time: float
-    round: int
-    step_seconds: float
-    """Seconds spent in inner steps."""
-    reduce_seconds: float
-    bytes_sent: int
 
 
 class Pace:
@@ -32,45 +18,34 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[Mark] = deque(maxlen=WINDOW + 1)
-        self._step_seconds = self._reduce_seconds = 0.0
-        self._bytes_sent = 0
-
-    def add_step(self, seconds: float) -> None:
-        """Count an inner step."""
-        self._step_seconds += seconds
+        self._commits: deque[IslandFigures] = deque(maxlen=WINDOW + 1)
 
     def add_event(self, record: EventRecord) -> None:
         """Start again if the event says that the island ended or started."""
         if record.name in (*ENDS, *STARTS):
-            self._marks.clear()
+            self._commits.clear()
 
-    def add_round(self, record: RoundRecord) -> list[float | None] | None:
-        """Return the pace after an attempt, as a row of IslandHistory; None for an aborted attempt
-        or the first commit.
+    def add_commit(self, figures: IslandFigures) -> list[float | None] | None:
+        """Return the pace after a commit, as a row of IslandHistory; None after the first commit.
 
-        Aborted attempts count in the seconds and bytes of the round that is committed next.
+        `figures`: the island's after the commit. Aborted attempts count in the seconds and bytes of
+        the round that is committed next.
         """
-        self._bytes_sent += max(record.bytes_sent, 0)
-        self._reduce_seconds += max(record.reduce_seconds, 0.0) if math.isfinite(record.reduce_seconds) else 0.0
-        if not record.committed:
-            return None
-        now = Mark(record.time, record.round, self._step_seconds, self._reduce_seconds, self._bytes_sent)
-        if self._marks and now.round <= self._marks[-1].round:
-            self._marks.clear()  # The island has taken another history of the run.
-        self._marks.append(now)
-        return row_between(self._marks[0], now)
+        if self._commits and figures.round <= self._commits[-1].round:
+            self._commits.clear()  # The island has taken another history of the run.
+        self._commits.append(figures)
+        return row_between(self._commits[0], figures)
 
 
-def row_between(then: Mark, now: Mark) -> list[float | None] | None:
+def row_between(then: IslandFigures, now: IslandFigures) -> list[float | None] | None:
     """Return time, seconds per round, their share in inner steps, bytes per round, bits per second;
     None without a round.
     """
     rounds = now.round - then.round
-    seconds = now.time - then.time
+    seconds = (now.last_record or 0.0) - (then.last_record or 0.0)
     sent = now.bytes_sent - then.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None
     reduced = now.reduce_seconds - then.reduce_seconds
     share = min((now.step_seconds - then.step_seconds) / seconds, 1.0)
-    return [now.time, seconds / rounds, share, sent / rounds, 8 * sent / reduced if reduced > 0 else None]
+    return [now.last_record, seconds / rounds, share, sent / rounds, 8 * sent / reduced if reduced > 0 else None]

@@ -41,7 +41,6 @@ class Predicted:
     """Loss relative to data-parallel training by the scaling laws of DiLoCo: 0.01 is 1 % worse."""
     is_extrapolated: bool
     """Whether the model is smaller or larger than all models to which the laws were fitted."""
-    num_rounds: int
     assumed: tuple[str, ...]
     """The assumptions of the prediction, in words."""
 
@@ -108,7 +107,6 @@ def compute(basis: Basis, speed: "LinkSpeed", assumed: tuple[str, ...]) -> Predi
         link_rate=speed.bits_per_second,
         loss_gap=loss_gap(p.num_params, basis.num_islands),
         is_extrapolated=is_extrapolated(p.num_params),
-        num_rounds=basis.config.outer.num_rounds,
         assumed=assumed,
     )
 

@@ -1,18 +1,21 @@
 """Read a run's folder repeatedly: its islands, faults, logbook and facts."""
 
-import json
 import re
 import threading
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from diloco.formatting import one_line
 from diloco.network_emulation.links import AccessLink
-from diloco.records.faults import LOG
+from diloco.records.environment import read_environment
+from diloco.records.faults import LOG, parse_fault_record
+from diloco.records.figures import RunFigures, combine
+from diloco.records.kept_config import read_plan
 from diloco.records.logbook import LOGBOOK
 from diloco.records.run_folder import BASELINE, find_island_folders, island_folders
-from diloco.watch.view.facts import describe_machine, describe_run
 from diloco.watch.view.history import (
     MAX_POINTS,
     MAX_ROWS,
@@ -73,6 +76,11 @@ class RunView:
             counts = {name: island.counts for name, island in self.islands.items()}
             return Position(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
 
+    @property
+    def figures(self) -> RunFigures:
+        """The figures of the run after the records read so far."""
+        return combine([island.latest for island in self.islands.values()])
+
     def between(self, sent: Position, now: Position) -> dict[str, Any]:
         """Return the rows between two positions, in the form that a page takes. Islands without
         such rows are left out.
@@ -81,9 +89,11 @@ class RunView:
             name: rows_between(self.islands[name], sent.islands.get(name, {}), counts)
             for name, counts in now.islands.items()
         }
+        islands = {name: rows for name, rows in islands.items() if any(rows.values())}
         baseline = rows_between(self.baseline, sent.baseline, now.baseline)
         return {
-            "islands": {name: rows for name, rows in islands.items() if any(rows.values())},
+            "islands": islands,
+            "figures": asdict(self.figures) if islands else None,
             "baseline": baseline if any(baseline.values()) else None,
             "groups": self.groups.names[sent.groups : now.groups],
             "faults": self.faults[sent.faults : now.faults],
@@ -93,8 +103,13 @@ class RunView:
     def snapshot(self, now: Position) -> dict[str, Any]:
         """Return all rows up to the position, thinned, in the form that a page takes."""
         most = max(100, min(MAX_POINTS, MAX_ROWS // max(len(now.islands), 1)))
+        plan = read_plan(self.run_dir)
         return {
-            **describe_run(self.run_dir),
+            "name": plan.name,
+            "total_steps": plan.num_steps,
+            "num_rounds": plan.num_rounds,
+            "num_params": plan.facts.num_params if plan.facts else None,
+            "figures": asdict(self.figures),
             "islands": {name: self.islands[name].thinned(counts, most) for name, counts in now.islands.items()},
             "baseline": self.baseline.thinned(now.baseline, most) if any(now.baseline.values()) else None,
             "groups": self.groups.names[: now.groups],
@@ -109,17 +124,25 @@ def rows_between(island: IslandHistory, sent: dict[str, int], now: dict[str, int
     return {kind: rows[sent.get(kind, 0) : now[kind]] for kind, rows in island.rows.items()}
 
 
+def describe_machine(folder: Path) -> str:
+    """Return one line about the code and hardware at the island's last start; empty if the island
+    has not written them.
+    """
+    found = read_environment(folder) or {}
+    commit = str(found.get("commit") or "")[:10]
+    changed = " with changes" if commit and found.get("is_changed") else ""
+    gpus = found.get("gpus")
+    hardware = Counter(map(str, gpus)) if isinstance(gpus, list) and gpus else {str(found.get("processor") or ""): 1}
+    words = [f"{count} x {name}" if count > 1 else name for name, count in hardware.items()]
+    return one_line(", ".join(filter(None, [f"commit {commit}{changed}" if commit else "", *words])))[:MAX_TEXT]
+
+
 def parse_fault(line: str) -> Row | None:
     """Return a line of faults.jsonl as a row; None if it is not a record."""
-    try:
-        values = json.loads(line)
-        time = float(values["time"])
-        islands = [str(name)[:64] for name in values["islands"]]
-        text = str(values["text"])[:MAX_TEXT]
-        kind = str(values["kind"])[:64]
-        return [time, kind, islands, text, int(bool(values["is_end"]))] if 0 <= time < MAX_TIME else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    if (fault := parse_fault_record(line)) is None or not 0 <= fault.time < MAX_TIME:
         return None
+    islands = [name[:64] for name in fault.islands]
+    return [fault.time, fault.kind[:64], islands, fault.text[:MAX_TEXT], int(fault.is_end)]
 
 
 def parse_entry(line: str) -> Row | None:

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from diloco.formatting import human_seconds
+from diloco.records.kept_config import read_plan
 from diloco.records.metrics import LOST
-from diloco.watch.view.facts import describe_run
 from diloco.watch.view.history import IslandHistory
 from diloco.watch.view.run_view import RunView
 
@@ -23,12 +24,14 @@ inner steps."""
 def state_now(view: RunView) -> dict[str, Any]:
     """Return the run and the latest state of each island, as values for JSON."""
     now = time.time()
-    last = max((island.latest.time for island in view.islands.values()), default=0.0)
+    last = max((island.latest.figures.last_record or 0.0 for island in view.islands.values()), default=0.0)
     at = now if now - last < OVER_SECONDS else last
-    run = describe_run(view.run_dir)
+    plan = read_plan(view.run_dir)
     return {
-        "name": run["name"],
-        "total_steps": run["total_steps"],
+        "name": plan.name,
+        "total_steps": plan.num_steps,
+        "num_rounds": plan.num_rounds,
+        **asdict(view.figures),
         "islands": [describe_island(view, name, at) for name in view.islands],
         "loss_gap": measured_gap(view),
         "faults": len([fault for fault in view.faults if not fault[4]]),
@@ -58,29 +61,10 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
     state holds.
     """
     island = view.islands[name]
-    latest = island.latest
-    rows = island.rows
-    pace = rows["pace"][-1][1:] if rows["pace"] else [None] * 4
+    pace = island.rows["pace"][-1][1:] if island.rows["pace"] else [None] * 4
+    measured = dict(zip(("round_seconds", "utilisation", "round_bytes", "reduce_rate"), pace, strict=True))
     state, is_wrong = find_state(view.islands, name, at)
-    return {
-        "name": name,
-        "state": state,
-        "is_wrong": is_wrong,
-        "end": latest.end or None,
-        "last_record": latest.time or None,
-        "step": latest.step,
-        "round": latest.round,
-        "tokens": latest.tokens,
-        "tokens_per_second": rows["steps"][-1][4] if rows["steps"] else None,
-        "loss": next((row[3] for row in reversed(rows["steps"]) if row[3] is not None), None),
-        "heldout_loss": rows["evals"][-1][2] if rows["evals"] else None,
-        "committed": len(latest.committed),
-        "aborted": latest.num_aborted,
-        "bytes_sent": latest.bytes_sent,
-        "digest": latest.digest,
-        **dict(zip(("round_seconds", "utilisation", "round_bytes", "reduce_rate"), pace, strict=True)),
-        "event": latest.event or None,
-    }
+    return {**asdict(island.latest.figures), **measured, "state": state, "is_wrong": is_wrong}
 
 
 def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tuple[str, bool]:
@@ -88,14 +72,15 @@ def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tu
     the same rules.
     """
     island = islands[name]
-    newest = island.latest.time
+    figures = island.latest.figures
+    newest = figures.last_record
     rows = island.rows
     silence = rows["presence"][-1] if rows["presence"] and not rows["presence"][-1][1] else None
     if not newest:
         return ("not started", False) if silence is None else (f"no answer: {silence[2]}", True)
     ago = human_seconds(max(at - newest, 0.0))
-    if island.latest.end:
-        return f"{island.latest.end} {ago} ago", island.latest.end in ("hung", "failed")
+    if figures.end:
+        return f"{figures.end} {ago} ago", figures.end in ("hung", "failed")
     if silence is not None and silence[0] > newest:
         return f"no answer for {ago}: {silence[2]}", True
     if losers := find_losers(islands, name, newest):

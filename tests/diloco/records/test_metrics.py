@@ -15,7 +15,7 @@ import pytest
 from diloco.config.schema import IslandConfig
 from diloco.records import metrics as metrics_module
 from diloco.records.faults import FaultRecord, read_faults, record_fault
-from diloco.records.latest import LatestRecords
+from diloco.records.figures import LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import RunFacts, Tail, natural_key, read_facts, read_run, write_facts
 from diloco.records.sinks import build_sinks
@@ -330,7 +330,7 @@ def test_records_begin_when_their_file_can_be_opened_and_sinks_get_all(
     for number in (1, 2):
         metrics.write(a_step(number))
     assert len(caplog.messages) == 1 and "records are lost; training goes on" in caplog.messages[0]
-    assert latest.step == 2
+    assert latest.figures.step == 2
     path.rmdir()
     metrics.write(a_step(3))
     metrics.close()

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from diloco.formatting import human_bytes, human_count, human_seconds, one_line
-from diloco.records.latest import LatestRecords
+from diloco.records.figures import LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord
 from diloco.simulate.dashboard import COLUMNS, Dashboard, RunState, format_status_line, table_rows
 from tests.diloco import sample_records
@@ -57,7 +57,7 @@ def test_a_row_shows_the_last_of_everything() -> None:
 
 def test_an_island_that_has_written_nothing_has_a_row() -> None:
     assert table_rows(RunState([LatestRecords("island-1")], 60)) == [
-        ("island-1", "0/60", "-", "-", "-", "-", "0/0", "0 B", "-", "")
+        ("island-1", "0/60", "-", "-", "0", "-", "0/0", "0 B", "-", "")
     ]
 
 
@@ -65,14 +65,14 @@ def test_a_skipped_step_keeps_the_last_loss() -> None:
     island = LatestRecords("island-0")
     island.write(a_step(1, loss=2.5))
     island.write(a_step(2, loss=None))
-    assert (island.step, island.loss) == (2, 2.5)
+    assert (island.figures.step, island.figures.loss) == (2, 2.5)
 
 
 def test_text_from_a_peer_cannot_steer_the_terminal() -> None:
     island = LatestRecords("island-0")
     island.write(a_round(3, committed=False, cause="bad\x1b[2J\nround 4 committed"))
-    assert "\x1b" not in island.event
-    assert "\n" not in island.event
+    event = island.figures.event
+    assert event is not None and "\x1b" not in event and "\n" not in event
 
 
 def test_plain_lines_come_once_a_round_and_have_no_escape_codes(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_plain_lines_come_once_a_round_and_have_no_escape_codes(tmp_path: Path) 
                 island.write(a_round(number))
                 dashboard.update()
         assert out.getvalue().count("\n") == 3
-    assert "round 2 | 3 committed 0 aborted" in out.getvalue().splitlines()[-1]
+    assert "round 3 | 3 committed 0 aborted" in out.getvalue().splitlines()[-1]
     assert "\x1b" not in out.getvalue()
 
 

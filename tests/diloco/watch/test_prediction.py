@@ -70,7 +70,7 @@ def test_the_prediction_is_that_of_the_planner_for_the_measured_steps(tmp_path: 
     faster = RunPrediction(replace_link(tmp_path, AccessLink(1e9))).find()
     assert found["round_seconds"] > faster["round_seconds"] > STEPS * STEP_SECONDS
     assert found["utilisation"] == pytest.approx(STEPS * STEP_SECONDS / found["round_seconds"])
-    assert found["num_rounds"] == 40 and found["round_bytes"] == faster["round_bytes"] > 1e6
+    assert found["round_bytes"] == faster["round_bytes"] > 1e6
     assert "10 Mbit/s and 50 ms, as --link says" in found["assumed"][0]
     assert "500 ms" in found["assumed"][1] and "2 islands" in found["assumed"][2]
 
@@ -146,7 +146,7 @@ def test_the_stream_brings_the_prediction(tmp_path: Path) -> None:
                 pass
         return event
 
-    assert json.loads(asyncio.run(second()).split("data: ")[1])["num_rounds"] == 40
+    assert json.loads(asyncio.run(second()).split("data: ")[1])["round_bytes"] > 1e6
 
 
 def test_a_link_of_one_island_is_refused() -> None:
