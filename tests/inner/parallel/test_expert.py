@@ -79,6 +79,21 @@ def test_muon_orthogonalises_an_expert_as_it_does_a_matrix() -> None:
     assert float(values.max() / values.median()) < 3
 
 
+def decayed_on_a_rank(rank: int) -> tuple[float, float]:
+    config = ADAMW.model_copy(update={"lr": 0.1, "weight_decay": 0.5, "warmup_steps": 0, "schedule": "constant"})
+    trainer = mixed_trainer(ONE, SIZES, config)
+    stack = mixtures(trainer.model_parts)[0].experts.up_proj.weight
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    (of_stack,) = (group for group in groups if any(param is stack for param in group["params"]))
+    bias_like = trainer.model_parts[0].get_parameter("norm.weight")
+    (of_norm,) = (group for group in groups if any(param is bias_like for param in group["params"]))
+    return of_stack["weight_decay"], of_norm["weight_decay"]
+
+
+def test_matrices_of_experts_decay_like_matrices() -> None:
+    assert run_ranks(decayed_on_a_rank, 1)[0] == (0.5, 0.0)
+
+
 def starved_on_a_rank(rank: int, degrees: Degrees) -> tuple[dict[str, Tensor], int, list[float | None]]:
     trainer = mixed_trainer(degrees, SIZES)
     for mixture in mixtures(trainer.model_parts):
