@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+OF_EXPERTS = ("expert_loads", "routing")
+"""Fields of a step that only models with experts have."""
 LOST = "lost"
 """Event that this island has lost another one. Its text: that one's name, a colon, the cause."""
 
@@ -292,8 +294,12 @@ def _warn(sink: Sink, consequence: str, error: Exception) -> None:
 
 
 def to_line(record: Record) -> str:
-    """Return the record as one line of JSON. Infinity and NaN, which JSON lacks, become null."""
+    """Return the record as one line of JSON. Infinity and NaN, which JSON lacks, become null.
+
+    Fields about experts are left out of the records of other models.
+    """
     values = asdict(record)
+    values = {key: value for key, value in values.items() if value or key not in OF_EXPERTS}
     values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values, allow_nan=False) + "\n"
 

@@ -69,6 +69,9 @@ class IslandRecords:
         self.all: list[Record] = []
         self.latest = LatestRecords(self.name)
         """The figures after all records."""
+        given = [*self.steps, *self.rounds, *self.evals, *self.events]
+        for record in sorted(given, key=lambda record: record.time):
+            self.latest.write(record)
 
     def add(self, record: Record) -> None:
         """Append the record to `all`, and to `steps`, `rounds`, `evals` or `events`."""
