@@ -119,6 +119,28 @@ def test_a_rank_that_no_token_reaches_takes_part_with_gradients_of_zero(degrees:
         assert relative_error(got[name], value) < 1e-4, name
 
 
+def dtypes_on_a_rank(rank: int, degrees: Degrees) -> tuple[set[torch.dtype], set[torch.dtype], list[float | None]]:
+    trainer = mixed_trainer(degrees, SIZES, compute_dtype="bfloat16")
+    routers: set[torch.dtype] = set()
+    experts: set[torch.dtype] = set()
+    for mixture in mixtures(trainer.model_parts):
+        mixture.router.register_forward_hook(lambda module, *_: routers.add(module.weight.dtype))
+        mixture.experts.up_proj.register_forward_hook(lambda module, *_: experts.add(module.weight.dtype))
+    return routers, experts, train(trainer)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [ONE, Degrees(dp_shard=2), Degrees(dp_shard=2, ep=2), Degrees(tp=2, ep=2), Degrees(tp=2)],
+    ids=str,
+)
+def test_in_bfloat16_experts_compute_in_it_and_routers_in_fp32(degrees: Degrees) -> None:
+    _, _, expected = run_ranks(dtypes_on_a_rank, 1, ONE)[0]
+    for routers, experts, losses in run_ranks(dtypes_on_a_rank, degrees.num_ranks, degrees):
+        assert (routers, experts) == ({torch.float32}, {torch.bfloat16})
+        assert losses == pytest.approx(expected, rel=5e-3)
+
+
 def digests(trainer: Trainer) -> dict[str, str]:
     """A hash of every whole tensor that a checkpoint has, the same wherever it is held."""
     mine = {}
