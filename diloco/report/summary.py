@@ -83,6 +83,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "steps": {island.name: len(island.steps) for island in islands},
         **count_committed_steps(islands),
         **noise_figures(islands),
+        **expert_figures(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
         "rounds_committed": run.committed,
         "rounds_aborted": run.aborted,
@@ -107,6 +108,18 @@ def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
     step_tokens = [(island.latest.figures.tokens or 0) / len(island.steps) for island in islands if island.steps]
     scale = noise / signal if signal is not None and noise is not None and min(signal, noise) > 0 else None
     return {"noise_scale": scale, "step_tokens": sum(step_tokens) or None}
+
+
+def expert_figures(islands: Sequence[IslandRecords]) -> Summary:
+    """Return the mean load of the fullest expert by layer, over the second half of the steps, and the
+    number of dropped choices. Empty and None for a model without experts.
+    """
+    halves = [[s for s in island.steps if s.expert_loads] for island in islands]
+    late = [step for half in halves for step in half[len(half) // 2 :]]
+    layers = dict.fromkeys(layer for step in late for layer in step.expert_loads)
+    loads = {layer: mean_of_known([step.expert_loads.get(layer) for step in late]) for layer in layers}
+    dropped = sum(step.routing.get("dropped", 0) for half in halves for step in half)
+    return {"expert_loads": loads, "experts_dropped": int(dropped) if late else None}
 
 
 def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:

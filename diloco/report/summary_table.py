@@ -111,6 +111,10 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["noise_scale"] is not None:
         step = human_count(summary["step_tokens"])
         yield "Gradient noise scale", f"{human_count(summary['noise_scale'])} tokens (a step of all islands: {step})"
+    if loads := summary.get("expert_loads"):
+        yield "Load of the fullest expert by layer", ", ".join(f"{layer}: {load:.2f}" for layer, load in loads.items())
+    if summary.get("experts_dropped"):
+        yield "Choices above the experts' capacity", f"{summary['experts_dropped']:,}"
     if summary["source_tokens"]:
         yield "Tokens by source", _format_shares(summary["source_tokens"])
     if summary["units_trained"] is not None:

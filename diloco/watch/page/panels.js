@@ -27,6 +27,25 @@ function drawGradients(t) {
   if (hasNoise) drawChart("noise", noise, duration, (v) => human(v));
 }
 
+// The load of an expert is its tokens divided by the mean over the experts of its layer: 1 at balance.
+function drawExperts(t) {
+  const worst = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
+    points: run.islands[name].experts.slice(0, countUntil(run.islands[name].experts, t)).map((r) => [r[0] - first, Math.max(...Object.values(r[1]))]) }));
+  const hasExperts = worst.some((line) => line.points.length);
+  for (const id of ["loads", "layers"]) byId(id).parentElement.hidden = !hasExperts;
+  if (!hasExperts) return;
+  drawChart("loads", worst, duration, (v) => v.toFixed(1));
+  const now = names().map((name) => until(run.islands[name].experts, t)?.[1] ?? {}), table = make("table");
+  const layers = [...new Set(now.flatMap(Object.keys))].sort((a, b) => a - b), most = Math.max(...now.flatMap(Object.values));
+  for (const layer of layers) {
+    const load = Math.max(...now.map((loads) => loads[layer] ?? 0)), row = make("tr"), cell = make("td");
+    cell.append(Object.assign(make("meter"), { max: most, value: load }));
+    row.append(make("td", `layer ${layer}`), make("td", load.toFixed(2)), cell);
+    table.append(row);
+  }
+  byId("layers").replaceChildren(table);
+}
+
 // Returns the losses of data-parallel training on the same tokens. Its times are relative to its own beginning.
 function baselineLines(isTokens) {
   const rows = run.baseline;

@@ -18,7 +18,7 @@ from diloco.watch.view.pace import Pace
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
-KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace")
+KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace", "experts")
 MAX_POINTS = 2000
 """Most rows of a kind that a page first gets per island. With many islands it gets fewer."""
 MAX_ROWS = 16_000
@@ -61,6 +61,7 @@ class IslandHistory:
     evals    time, tokens of all islands, held-out loss
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
+    experts  time, and for each layer with experts, by its number: the load of its fullest expert
     ranks    time, round, and for each rank what RoundRecord.ranks has
     pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
              of the last committed rounds
@@ -115,6 +116,8 @@ class IslandHistory:
         self.rows["work"].append([record.time - (finite(record.seconds) or 0.0), record.time])
         if record.source_tokens:
             self.rows["sources"].append([record.time, dict(self.latest.source_tokens)])
+        if record.expert_loads:
+            self.rows["experts"].append([record.time, {k: finite(load) for k, load in record.expert_loads.items()}])
 
     def _add_round(self, record: RoundRecord) -> None:
         figures = self.latest.figures
