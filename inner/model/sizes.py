@@ -102,13 +102,15 @@ PRESETS: dict[str, ModelSizes] = {
     "8b": _llama3(dim=4096, num_layers=32, num_heads=32, ffn_dim=14336, tie_embeddings=False),
     "70b": _llama3(dim=8192, num_layers=80, num_heads=64, ffn_dim=28672, tie_embeddings=False),
     "405b": _llama3(dim=16384, num_layers=126, num_heads=128, ffn_dim=53248, tie_embeddings=False),
+    # DeepSeek-V3's kind of model in the small.
     "1m-experts": _bytes(
-        dim=64,
-        num_layers=3,
+        dim=96,
+        num_layers=4,
         num_heads=4,
-        num_kv_heads=2,
-        ffn_dim=192,
-        experts=ExpertsConfig(number=8, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"),
+        num_kv_heads=4,
+        ffn_dim=256,
+        experts=ExpertsConfig(number=16, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"),
+        latent=LatentConfig(kv_rank=32, nope_dim=16, rope_dim=16, value_dim=24),
     ),
     # About one billion parameters are active per token, of seven: OLMoE's sizes (2409.02060) with heads as in Qwen3.
     "7b-a1b": ModelSizes(
