@@ -10,6 +10,8 @@ on every mesh.
 
 import re
 
+ROUTER_BIAS = "ffn.router.bias"
+"""Name in its layer of the bias that balances the experts of a router."""
 _STACK = re.compile(r"(.*\bffn\.experts\.)((?:gate|up|down)_proj\.weight)")
 _EXPERT = re.compile(r"(.*\bffn\.experts\.)(\d+)\.((?:gate|up|down)_proj\.weight)")
 
@@ -32,3 +34,13 @@ def find_expert(name: str) -> tuple[str, int] | None:
     """
     found = _EXPERT.fullmatch(name)
     return None if found is None else (f"{found[1]}{found[3]}", int(found[2]))
+
+
+def router_bias_name(layer: int) -> str:
+    """Return the full name of the bias of a layer's router, which is a buffer and no parameter."""
+    return f"layers.{layer}.{ROUTER_BIAS}"
+
+
+def is_router_bias(name: str) -> bool:
+    """Return whether a full name is that of the bias of a router."""
+    return name.endswith(f".{ROUTER_BIAS}")

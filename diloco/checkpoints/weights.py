@@ -198,7 +198,7 @@ def _open_export(folder: Path) -> Weights:
     bos = token_name(told, "bos_token") if told.get("add_bos_token") is True else None
     return Weights(
         sizes,
-        read_whole(folder, param_specs(sizes)),
+        read_whole(folder, param_specs(sizes), sizes),
         read_length(folder, config),
         str(folder / TOKENIZER),
         bos=bos,

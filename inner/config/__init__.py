@@ -4,7 +4,7 @@ errors appear fast.
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
 from inner.config.experts import BalanceConfig, ExpertsConfig, LatentConfig
-from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling
+from inner.config.model import ROPE_KEYS, ModelConfig, QkNorm, RopeScaling
 from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup, SpikeConfig
 from inner.config.parallel import (
     Accumulate,
@@ -35,6 +35,7 @@ __all__ = [
     "ParallelConfig",
     "ParamGroup",
     "ProfileConfig",
+    "QkNorm",
     "Recompute",
     "RopeScaling",
     "Schedule",

@@ -8,6 +8,7 @@ from inner.config.experts import ExpertsConfig, LatentConfig
 from inner.config.section import Section
 from inner.import_path import Options, one_of
 
+QkNorm = bool | Literal["whole"]
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "dynamic": (("original_max_position_embeddings",), ()),
@@ -119,8 +120,9 @@ class ModelConfig(Section):
     """How RoPE is scaled for long sequences. null: RoPE is not scaled."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the mean square inside every RMSNorm."""
-    qk_norm: bool = False
-    """RMSNorm of each query and key head, as in Qwen3."""
+    qk_norm: QkNorm = False
+    """RMSNorm of queries and keys: `true` norms each head, as in Qwen3, and `whole` all heads of a
+    position together, as in OLMoE."""
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
     experts: ExpertsConfig | None = None

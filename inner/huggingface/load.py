@@ -1,5 +1,7 @@
 """Load weights from a folder in Hugging Face's layout. Each rank reads only its own slices."""
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,17 +13,29 @@ from safetensors import safe_open
 from torch import Tensor
 
 from inner.errors import InputError, refused
+from inner.expert_names import find_expert, router_bias_name
+from inner.huggingface.file_layout import FileLayout
 from inner.huggingface.files import check_header, weights_files
-from inner.huggingface.names import huggingface_name
+from inner.huggingface.mixtures import is_interleaved, num_predictors
+from inner.huggingface.model_config import read_config
+from inner.huggingface.names import OUTSIDE
+from inner.model.experts import mixtures
+from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 from inner.param_spec import ParamSpec
 from inner.params import LocalParams
+
+log = logging.getLogger(__name__)
 
 # Names of dtypes as in safetensors.
 DTYPES = ("F32", "BF16", "F16", "F64")
 MOST_NAMED = 8
 ROWS_AT_ONCE = 4096
-EMBEDDING, HEAD = (huggingface_name(name) for name in ("embed.weight", "head.weight"))
+EMBEDDING = OUTSIDE["embed.weight"]
+HEAD = OUTSIDE["head.weight"]
+OF_EXPERTS = ".experts."
+FUSED = re.compile(r"\.experts\.[a-z]")
+"""Part of the name of a tensor that holds a matrix of all experts."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +43,41 @@ class StoredWeights:
     """The memory-mapped weights of a folder, read by the parameter names that are used here."""
 
     folder: Path
+    layout: FileLayout
     slices: dict[str, Any]
 
     def read(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
         """Read a half-open rectangle of a parameter, seen as an fp32 matrix. Raises InputError if
         it has a non-finite value.
         """
-        their_name = huggingface_name(name)
+        their_name = self.layout.name(name)
         stored = self.slices[their_name]
-        values = stored[slice(*rows), slice(*cols)] if len(stored.get_shape()) == 2 else stored[slice(*rows)]
+        order = self.layout.rows(name, range(*rows))
+        # The rows in another order are within the same head, or nearly so: few others are read.
+        first, end = rows if order is None else (min(order), max(order) + 1)
+        values = stored[first:end, slice(*cols)] if len(stored.get_shape()) == 2 else stored[first:end]
         values = values.view(-1, cols[1] - cols[0]).float()
+        if order is not None:
+            values = values[torch.tensor(order) - first]
         if not torch.isfinite(values).all():
             raise InputError(f"{self.folder}: {their_name} contains values that are not finite; use other weights")
         return values
 
 
-@contextmanager
-def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWeights]:
-    """Map the weights of a model with the parameters `specs`. Raises InputError that names each
-    tensor that does not fit.
+def read_layout(folder: Path, sizes: ModelSizes) -> FileLayout:
+    """Return how a folder with a supported config.json names and arranges the tensors of its model.
+    Raises InputError if the config.json is missing or damaged.
     """
+    config = read_config(folder)
+    return FileLayout(sizes, config["model_type"], is_interleaved(config), num_predictors(config))
+
+
+@contextmanager
+def open_weights(folder: Path, specs: Sequence[ParamSpec], layout: FileLayout) -> Iterator[StoredWeights]:
+    """Map the weights of a model with the parameters `specs`, and the biases of its routers. Raises
+    InputError that names each tensor that does not fit.
+    """
+    expected = [*specs, *layout.biases]
     slices: dict[str, Any] = {}
     with ExitStack() as files:
         for path in weights_files(folder):
@@ -65,15 +94,17 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWei
             )
         if is_tied(specs):
             slices.pop(HEAD, None)
-        _check(folder, slices, specs)
-        yield StoredWeights(folder, slices)
+        _leave_out_predictors(folder, slices, layout)
+        _check_experts(folder, slices, specs)
+        _check(folder, slices, {layout.name(spec.name): spec.shape for spec in expected})
+        yield StoredWeights(folder, layout, slices)
         slices.clear()
 
 
 def is_tied(specs: Sequence[ParamSpec]) -> bool:
     """Return whether a whole model with these parameters uses its embedding as its head."""
-    names = {huggingface_name(spec.name) for spec in specs}
-    return EMBEDDING in names and HEAD not in names
+    names = {spec.name for spec in specs}
+    return "embed.weight" in names and "head.weight" not in names
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -85,8 +116,46 @@ def _are_equal(one: Any, other: Any) -> bool:
     return all(torch.equal(one[at : at + ROWS_AT_ONCE], other[at : at + ROWS_AT_ONCE]) for at in starts)
 
 
-def _check(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> None:
-    expected = {huggingface_name(spec.name): spec.shape for spec in specs}
+def _leave_out_predictors(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:
+    """Remove the tensors of layers that predict further tokens, and say so."""
+    names = [name for name in slices if layout.is_of_predictor(name)]
+    if not names:
+        return
+    for name in names:
+        del slices[name]
+    log.warning(
+        "%s: %d tensors of layers that predict further tokens (num_nextn_predict_layers) are left out, because this "
+        "model does not have such layers; what they have learned is lost, and an export will not have them",
+        folder,
+        len(names),
+    )
+
+
+def _check_experts(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> None:
+    """Raise InputError if only one of the folder and the model has experts, or if a tensor holds
+    those of a whole layer.
+    """
+    if fused := [name for name in slices if FUSED.search(name)]:
+        raise InputError(
+            f"{folder}: {_list_some(fused)}: holds a matrix of all experts of a layer, and only files with a tensor "
+            "per expert are read; load the model with transformers 5 and save it with save_pretrained, which writes "
+            "such files"
+        )
+    has_experts = any(OF_EXPERTS in name for name in slices)
+    wants_experts = any(find_expert(spec.name) is not None for spec in specs)
+    if has_experts and not wants_experts:
+        raise InputError(
+            f"{folder}: its tensors are those of a mixture of experts, but the model in its config.json is dense; use "
+            "the config.json that belongs to these weights"
+        )
+    if wants_experts and not has_experts:
+        raise InputError(
+            f"{folder}: its tensors are those of a dense model, but the model in its config.json is a mixture of "
+            "experts; use the config.json that belongs to these weights"
+        )
+
+
+def _check(folder: Path, slices: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
     found = {name: (tuple(stored.get_shape()), stored.get_dtype()) for name, stored in slices.items()}
     both = [(name, *found[name]) for name in expected if name in found]
     problems = {
@@ -105,23 +174,30 @@ def _check(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> 
 
 
 def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Path) -> None:
-    """Fill every parameter and table of materialised stages, sharded or not. No communication.
+    """Fill every parameter, table and router's bias of materialised stages, sharded or not. No
+    communication.
 
     Raises InputError if the folder does not hold this model; some parameters may have been filled by then.
     """
-    with open_weights(folder, params.specs) as stored:
-        for index, param_slice in enumerate(params.slices):
-            params.write(index, stored.read(param_slice.name, param_slice.rows, param_slice.cols))
     for stage in stages:
         stage.fill_tables()
+    layout = read_layout(folder, stages[0].sizes)
+    with open_weights(folder, params.specs, layout) as stored:
+        for index, param_slice in enumerate(params.slices):
+            params.write(index, stored.read(param_slice.name, param_slice.rows, param_slice.cols))
+        if layout.biases:
+            for mixture in mixtures(stages):
+                bias_X1 = stored.read(router_bias_name(mixture.layer), (0, mixture.config.number), (0, 1))
+                mixture.router.bias.copy_(bias_X1.flatten())
 
 
-def read_whole(folder: Path, specs: Sequence[ParamSpec]) -> dict[str, Tensor]:
-    """Read every parameter of the folder's model in fp32, by the names used here. Raises InputError
-    if it is another model.
+def read_whole(folder: Path, specs: Sequence[ParamSpec], sizes: ModelSizes) -> dict[str, Tensor]:
+    """Read every parameter of the folder's model in fp32, and the biases of its routers if it has
+    any, by the names used here. Raises InputError if it is another model.
     """
-    with open_weights(folder, specs) as stored:
-        shapes = [(spec, *spec.matrix_shape) for spec in specs]
+    layout = read_layout(folder, sizes)
+    with open_weights(folder, specs, layout) as stored:
+        shapes = [(spec, *spec.matrix_shape) for spec in (*specs, *layout.biases)]
         return {spec.name: stored.read(spec.name, (0, m), (0, n)).view(spec.shape) for spec, m, n in shapes}
 
 

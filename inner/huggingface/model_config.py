@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from inner.config import ModelConfig
 from inner.errors import InputError, refused
 from inner.foreign.text import read_json
+from inner.huggingface.mixtures import mixture_keys, read_experts, read_latent
 from inner.huggingface.model_types import (
     MODEL_TYPES,
     SIZES,
     build_type_keys,
-    choose_model_type,
     find_unsupported,
     find_window,
     read_head_dim,
@@ -26,8 +26,6 @@ from inner.huggingface.rope_settings import build_rope_settings, read_scaling, r
 from inner.model.sizes import ModelSizes
 
 CONFIG = "config.json"
-DEFAULT_EPS = 1e-6
-"""norm_eps of every supported model type if the config.json does not set it."""
 
 
 def build_config_json(
@@ -35,9 +33,11 @@ def build_config_json(
 ) -> dict[str, Any]:
     """Build the config.json of a model for sequences of up to `seq_len`, with weights stored as `dtype`."""
     return {
-        **build_type_keys(choose_model_type(sizes)),
         **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
-        "head_dim": sizes.head_dim,
+        # The width of an expert may replace that of dense layers.
+        **build_type_keys(sizes),
+        # The size of what RoPE turns; in latent attention that is less than a head.
+        "head_dim": sizes.rope_dim,
         "rms_norm_eps": sizes.norm_eps,
         **build_rope_settings(sizes, seq_len),
         "tie_word_embeddings": sizes.tie_embeddings,
@@ -118,19 +118,22 @@ def _parse_model_config(config: dict[str, Any], folder: Path, longest: int | Non
         return ModelConfig(
             **values,
             head_dim=read_head_dim(config),
-            rope_theta=read_theta(config),
+            rope_theta=read_theta(config, model_type.rope_theta),
             rope_scaling=read_scaling(config),
-            norm_eps=config.get("rms_norm_eps", DEFAULT_EPS),
+            norm_eps=config.get("rms_norm_eps", model_type.norm_eps),
             qk_norm=model_type.qk_norm,
             qkv_bias=model_type.qkv_bias,
             tie_embeddings=config.get("tie_word_embeddings", False),
+            experts=read_experts(config),
+            latent=read_latent(config),
         )
     except ValidationError as error:
         problem = error.errors()[0]
-        ours = str(problem["loc"][0])
-        raise InputError(
-            f"{folder / CONFIG}: {SIZES.get(ours, ours)}: got {problem['input']!r}; allowed: {problem['msg']}"
-        ) from None
+        ours = ".".join(map(str, problem["loc"]))
+        theirs = SIZES | mixture_keys(config["model_type"])
+        message = problem["msg"].removeprefix("Value error, ")
+        got = "" if problem["type"] == "value_error" else f"got {problem['input']!r}; allowed: "
+        raise InputError(f"{folder / CONFIG}: {theirs.get(ours, ours)}: {got}{message}") from None
 
 
 def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None = None) -> ModelConfig:
@@ -144,6 +147,11 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "
             "leave model.preset out (or set it to null)"
+        )
+    if given.experts is not None and stored.experts is None:
+        raise InputError(
+            f"model.experts is set, but the model in model.init_from has no experts ({folder / CONFIG}), and weights "
+            "of a dense model cannot become those of a mixture of experts; leave model.experts out"
         )
     for key in sorted(given.model_fields_set & stored.model_fields_set):
         mine = getattr(given, key)

@@ -8,8 +8,6 @@ from pydantic import ValidationError
 from inner.config import ROPE_KEYS, RopeScaling
 from inner.model.sizes import ModelSizes
 
-DEFAULT_THETA = 10000.0
-"""rope_theta of every supported model type if the config.json does not set it."""
 IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 """Keys of the settings that other code reads or checks."""
 NO_CHANGE = {"truncate": True}
@@ -26,8 +24,9 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def read_theta(config: dict[str, Any]) -> float:
-    return rope_settings(config).get("rope_theta") or config.get("rope_theta", DEFAULT_THETA)
+def read_theta(config: dict[str, Any], default: float) -> float:
+    """Return the base of the wavelengths; `default` if the config.json does not give it."""
+    return rope_settings(config).get("rope_theta") or config.get("rope_theta", default)
 
 
 def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
@@ -39,6 +38,8 @@ def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
     if rope_type == "default":
         return None
     values = {key: value for key, value in rope.items() if key not in IGNORED | NO_CHANGE.keys()}
+    # transformers takes a 0 as if the key were missing.
+    values |= {key: None for key in ("mscale", "mscale_all_dim") if values.get(key) == 0}
     length = config.get("max_position_embeddings")
     if rope_type == "dynamic":
         # transformers uses the config's length as the length of a sequence, whatever the RoPE

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inner.errors import InputError
+from inner.expert_names import is_router_bias
+from inner.huggingface.file_layout import FileLayout, layout_of_export
 from inner.huggingface.files import INDEX
 from inner.huggingface.model_config import CONFIG, build_config_json, one_or_list
-from inner.huggingface.names import huggingface_name
 from inner.huggingface.tokenizer_files import COMPANIONS, TOKENIZER, write_tokenizer
 from inner.model.sizes import ModelSizes
 
@@ -55,16 +56,19 @@ def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, over
     """Write full fp32 tensors, named as here, and all other files that `transformers` needs into
     the folder `out`.
 
-    The export is written next to `out` and renamed at the end. Raises InputError if `out` cannot be
-    written, or if it exists. With `overwrite`, an existing `out` is replaced if it is an export,
-    and otherwise refused.
+    `tensors`: the parameters, and the biases of routers where they are not zero. The export is
+    written next to `out` and renamed at the end. Raises InputError if no model type computes the
+    model, or if `out` cannot be written, or if it exists. With `overwrite`, an existing `out` is
+    replaced if it is an export, and otherwise refused.
     """
     out = out.absolute()
     check_target(out, overwrite=overwrite)
+    layout = layout_of_export(export.sizes)
+    tensors = _with_biases(tensors, layout)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _write_weights(tensors, export, partial)
+        _write_weights(tensors, export, layout, partial)
         bos_id, eos_id = write_tokenizer((export.tokenizer, export.eos, export.bos), partial, export.seq_len)
         bos_id = bos_id if export.bos_id is None else export.bos_id
         eos_ids = export.eos_ids or (eos_id,)
@@ -94,21 +98,61 @@ def check_target(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def _write_weights(tensors: Mapping[str, Tensor], export: Export, folder: Path) -> None:
+def _with_biases(tensors: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tensor]:
+    """Return the parameters and the biases that the folder needs. Raises InputError if routers have
+    biases that the model type cannot express.
+    """
+    params = {name: tensor for name, tensor in tensors.items() if not is_router_bias(name)}
+    biases = {name: tensor for name, tensor in tensors.items() if is_router_bias(name)}
+    if layout.biases:
+        zeros = {spec.name: torch.zeros(spec.shape) for spec in layout.biases}
+        return params | zeros | biases
+    if any(bias.any() for bias in biases.values()):
+        largest = max(float(bias.abs().max()) for bias in biases.values())
+        raise InputError(
+            f"this model cannot be exported: biases chose its experts (up to {largest:.3g}), and {layout.model_type} "
+            "has none; train with optimizer.balance.bias_speed=0 to get a model that can be exported"
+        )
+    return params
+
+
+def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLayout, folder: Path) -> None:
     """Write one file, or several and an index. Tensors are converted one file at a time to save
     memory.
     """
     import huggingface_hub
 
-    dtype = DTYPES[export.dtype]
-    renamed = {huggingface_name(name): tensor for name, tensor in tensors.items()}
+    ours = {layout.name(name): name for name in tensors}
     # Use the meta device, because only the sizes are needed.
-    shapes = {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in renamed.items()}
+    shapes = {
+        theirs: torch.empty(tensors[name].shape, dtype=_stored_dtype(name, export), device="meta")
+        for theirs, name in ours.items()
+    }
     split = huggingface_hub.split_torch_state_dict_into_shards(shapes, max_shard_size=export.shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: renamed[name].to(dtype).contiguous() for name in names}, folder / file, {"format": "pt"})
+        stored = {}
+        for theirs in names:
+            name = ours[theirs]
+            arranged = _arrange(tensors[name], name, layout)
+            stored[theirs] = arranged.to(_stored_dtype(name, export)).contiguous()
+        save_file(stored, folder / file, {"format": "pt"})
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _stored_dtype(name: str, export: Export) -> torch.dtype:
+    """Return the dtype of a tensor in the folder. The biases of routers are always fp32."""
+    return torch.float32 if is_router_bias(name) else DTYPES[export.dtype]
+
+
+def _arrange(tensor: Tensor, name: str, layout: FileLayout) -> Tensor:
+    """Return a whole tensor with its rows in the order of the folder."""
+    order = layout.rows(name, range(len(tensor)))
+    if order is None:
+        return tensor
+    arranged = torch.empty_like(tensor)
+    arranged[torch.tensor(order)] = tensor
+    return arranged
 
 
 def _write_json(path: Path, values: object) -> None:

@@ -20,7 +20,8 @@ Cut = Literal[
 """What the ranks of tp divide among them: rows or columns of a matrix, by heads or by hidden units.
 
     stream       nothing: the parameter acts on positions of the residual stream, which sequence parallelism divides
-    each head    nothing: the parameter acts on each head, and the heads are divided
+    each head    nothing: the parameter acts on each head, and the heads are divided. A norm of all
+                 heads together is not possible under tensor parallelism
     latent       nothing: all heads read the narrow vector that the parameter computes or norms
     experts      nothing: the ranks divide the positions, and every expert may be chosen at each of them
 """
@@ -127,8 +128,12 @@ def _attended_dim(sizes: ModelSizes) -> int:
     return sizes.attended_dim
 
 
-def _head_dim(sizes: ModelSizes) -> int:
-    return sizes.head_dim
+def _normed_q_dim(sizes: ModelSizes) -> int:
+    return sizes.normed_dims[0]
+
+
+def _normed_k_dim(sizes: ModelSizes) -> int:
+    return sizes.normed_dims[1]
 
 
 def _ffn_dim(sizes: ModelSizes) -> int:
@@ -180,8 +185,8 @@ def _has_bias(sizes: ModelSizes) -> bool:
     return sizes.qkv_bias
 
 
-def _has_head_norms(sizes: ModelSizes) -> bool:
-    return sizes.qk_norm
+def _has_qk_norms(sizes: ModelSizes) -> bool:
+    return bool(sizes.qk_norm)
 
 
 def _has_q_proj(sizes: ModelSizes) -> bool:
@@ -240,8 +245,8 @@ BLOCK_PARAMS = (
         "attention.kv_b_proj.weight", (_keys_and_values, _kv_rank), "heads", "self_attn.kv_b_proj.weight", _is_latent
     ),
     BlockParam("attention.out_proj.weight", (_dim, _attended_dim), "columns of heads", "self_attn.o_proj.weight"),
-    BlockParam("attention.q_norm.weight", (_head_dim,), "each head", "self_attn.q_norm.weight", _has_head_norms),
-    BlockParam("attention.k_norm.weight", (_head_dim,), "each head", "self_attn.k_norm.weight", _has_head_norms),
+    BlockParam("attention.q_norm.weight", (_normed_q_dim,), "each head", "self_attn.q_norm.weight", _has_qk_norms),
+    BlockParam("attention.k_norm.weight", (_normed_k_dim,), "each head", "self_attn.k_norm.weight", _has_qk_norms),
     BlockParam("ffn_norm.weight", (_dim,), "stream", "post_attention_layernorm.weight"),
     *_ffn("ffn", _ffn_dim, "mlp", _always, "dense blocks"),
     BlockParam("ffn.router.weight", (_num_experts, _dim), "experts", "mlp.gate.weight", place="blocks with experts"),

@@ -6,18 +6,28 @@ import torch
 from torch import Tensor
 
 from inner.data.micro_batch import Cutter, num_targets
+from inner.expert_names import router_bias_name
+from inner.model.experts import mixtures
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
+from inner.params import stack
 
 
 def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_positions: int, device: str) -> Transformer:
-    """Build a model without gradients, for up to `num_positions`, from its full fp32 weights by full name."""
+    """Build a model without gradients, for up to `num_positions`, from its full fp32 weights by full name.
+
+    `tensors`: the parameters, with a matrix for each expert, and the biases of routers where they
+    are not zero.
+    """
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(num_positions, device="cpu"))
-    # With assign=True the model shares the tensors' memory on the CPU.
-    model.load_state_dict(dict(tensors), assign=True)
     model.rope_2SE = torch.empty_like(model.rope_2SE, device="cpu")
+    for mixture in mixtures([model]):
+        mixture.router.bias = torch.empty_like(mixture.router.bias, device="cpu")
     model.fill_tables()
+    zeros = {router_bias_name(mixture.layer): mixture.router.bias for mixture in mixtures([model])}
+    # With assign=True the model shares the tensors' memory on the CPU.
+    model.load_state_dict(zeros | stack(tensors), assign=True)
     return model.requires_grad_(False).to(device)
 
 

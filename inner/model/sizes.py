@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from inner.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from inner.config import ExpertsConfig, LatentConfig, ModelConfig, QkNorm, RopeScaling
 from inner.errors import InputError, nearest_multiples
 
 BYTE_VOCAB_SIZE = 260
@@ -26,7 +26,8 @@ class ModelSizes:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    qk_norm: bool = False
+    qk_norm: QkNorm = False
+    """Whether each query and key head is normed; `whole`: all heads of a position together."""
     qkv_bias: bool = False
     tie_embeddings: bool = False
     experts: ExpertsConfig | None = None
@@ -55,6 +56,11 @@ class ModelSizes:
     def q_dim(self) -> int:
         """Width of the queries of all heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def normed_dims(self) -> tuple[int, int]:
+        """Numbers of elements of queries and of keys that one norm of `qk_norm` takes together."""
+        return (self.q_dim, self.kv_dim) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
 
     @property
     def attended_dim(self) -> int:
@@ -230,7 +236,7 @@ def _check_heads(sizes: ModelSizes) -> None:
         raise InputError(
             f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"
         )
-    if sizes.own_head_dim is None and sizes.dim % (2 * sizes.num_heads):
+    if sizes.latent is None and sizes.own_head_dim is None and sizes.dim % (2 * sizes.num_heads):
         raise InputError(
             f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); "
             f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}, or set model.head_dim"
@@ -243,8 +249,19 @@ def _check_heads(sizes: ModelSizes) -> None:
         )
     if sizes.qk_norm and sizes.qkv_bias:
         raise InputError(
-            "model.qk_norm and model.qkv_bias are both true, but no model type of transformers has both, so the "
+            "model.qk_norm and model.qkv_bias are both set, but no model type of transformers has both, so the "
             "weights could not be exported; set one to false"
+        )
+    if sizes.qk_norm == "whole" and (sizes.experts is None or sizes.q_dim != sizes.dim):
+        raise InputError(
+            "model.qk_norm whole needs model.experts, and heads of size dim / num_heads: the only model type of "
+            "transformers with this norm is OLMoE, so the weights of another model could not be exported; set qk_norm "
+            "to true, which norms each head"
+        )
+    if sizes.qkv_bias and sizes.experts is not None:
+        raise InputError(
+            "model.qkv_bias is true with model.experts, but none of the model types of transformers that can be "
+            "exported has both; set qkv_bias to false"
         )
 
 

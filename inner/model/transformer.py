@@ -1,7 +1,7 @@
 """A Llama-style decoder whose code knows nothing of ranks.
 
 Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head
-size. A parameter's full name does not depend on the parallel layout:
+size, X all heads of a position. A parameter's full name does not depend on the parallel layout:
 layers.<number>.<module>.weight. Parallelism replaces plain attributes: Attention.attend and
 .kv_heads, Head.cross_entropy.
 """
@@ -36,20 +36,28 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(sizes.dim, sizes.kv_dim, bias=sizes.qkv_bias)
         self.v_proj = nn.Linear(sizes.dim, sizes.kv_dim, bias=sizes.qkv_bias)
         self.out_proj = nn.Linear(sizes.q_dim, sizes.dim, bias=False)
-        self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
-        self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
+        self.norms_heads = sizes.qk_norm is True
+        """Whether the norms take each head by itself, and not all heads of a position together."""
+        (q_dim, k_dim) = sizes.normed_dims
+        self.q_norm = nn.RMSNorm(q_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = nn.RMSNorm(k_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.attend: Attend = causal_attention
         self.kv_heads: slice | None = None
         """The projected key-value heads that this rank's query heads read. None: all heads."""
 
     def forward(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None) -> Tensor:
-        q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSX = self.q_proj(x_BSD)
+        k_BSX = self.k_proj(x_BSD)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q_BSX = self.q_norm(q_BSX)
+            k_BSX = self.k_norm(k_BSX)
+        q_BSHE = q_BSX.unflatten(-1, (-1, self.head_dim))
+        k_BSKE = k_BSX.unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.kv_heads is not None:
             k_BSKE = k_BSKE[:, :, self.kv_heads]
             v_BSKE = v_BSKE[:, :, self.kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q_BSHE = self.q_norm(q_BSHE)
             k_BSKE = self.k_norm(k_BSKE)
         q_BSHE = rotate(q_BSHE, rope_2SE)

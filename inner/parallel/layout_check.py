@@ -152,6 +152,11 @@ def _check_tensor(sizes: ModelSizes, tp: int) -> None:
             f"island.mesh.tp ({tp}) must divide model.num_kv_heads ({sizes.num_kv_heads}) or be a multiple of it; "
             f"set island.mesh.tp to {' or '.join(map(str, fitting))}"
         )
+    if tp > 1 and sizes.qk_norm == "whole":
+        raise InputError(
+            f"island.mesh.tp ({tp}): model.qk_norm whole norms all heads together, and the ranks of tp would have to "
+            "add up squares in each layer; set tp to 1, or qk_norm to true"
+        )
     if sizes.vocab_size < tp:
         raise InputError(f"island.mesh.tp ({tp}) is more than model.vocab_size ({sizes.vocab_size}); lower it")
 

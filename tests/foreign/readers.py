@@ -32,6 +32,7 @@ from inner.data.tokenizer import build_tokenizer
 from inner.errors import InputError
 from inner.huggingface.files import INDEX as WEIGHTS_INDEX
 from inner.huggingface.files import WEIGHTS, weights_files
+from inner.huggingface.file_layout import layout_of_export
 from inner.huggingface.load import open_weights
 from inner.huggingface.model_config import CONFIG, read_model_config
 from inner.huggingface.tokenizer_files import write_tokenizer
@@ -150,7 +151,7 @@ def _model(name: str) -> Callable[[Path], Path]:
 
 def _read_weights(path: Path) -> None:
     specs = param_specs(BYTE_SIZES)
-    with open_weights(path.parent, specs) as stored:
+    with open_weights(path.parent, specs, layout_of_export(BYTE_SIZES)) as stored:
         for spec in specs:
             stored.read(spec.name, (0, spec.matrix_shape[0]), (0, spec.matrix_shape[1]))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from inner.huggingface.save import Dtype, Export, save_model
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
+from inner.params import unstack
 from tests.inner.small import SIZES, build_model
 
 BYTE_SIZES = replace(SIZES, vocab_size=260)
@@ -26,7 +27,7 @@ def spread_model(sizes: ModelSizes = BYTE_SIZES, seed: int = 3, seq_len: int = 3
 
 
 def tensors_of(model: Transformer) -> dict[str, Tensor]:
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return unstack({name: param.detach() for name, param in model.named_parameters()})
 
 
 def write_folder(out: Path, model: Transformer, dtype: Dtype = "float32", **export: Any) -> Path:

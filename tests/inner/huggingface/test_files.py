@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from inner.config import ModelConfig
 from inner.errors import InputError
+from inner.huggingface.file_layout import layout_of_export
 from inner.huggingface.files import weights_files, weights_sha256
 from inner.huggingface.load import open_weights, read_whole
 from inner.huggingface.model_config import fill_sizes_from_folder, read_model_config
@@ -44,7 +45,7 @@ def rewrite(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 def error_of(folder: Path) -> str:
     with pytest.raises(InputError) as caught:
-        read_whole(folder, param_specs(BYTE_SIZES))
+        read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)
     return str(caught.value)
 
 
@@ -60,7 +61,7 @@ def test_tensors_have_the_names_that_transformers_gives_them(folder):
 def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path, shard_bytes):
     model = spread_model()
     first = write_folder(tmp_path / "first", model, shard_bytes=shard_bytes)
-    again = read_whole(first, param_specs(BYTE_SIZES))
+    again = read_whole(first, param_specs(BYTE_SIZES), BYTE_SIZES)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors_of(model).items())
     save_model(again, Export(BYTE_SIZES, 32, "bytes", shard_bytes=shard_bytes), tmp_path / "second")
     names = sorted(path.name for path in first.iterdir())
@@ -71,7 +72,7 @@ def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path, shard_bytes
 def test_bfloat16_is_the_nearest_and_survives_the_way_back(tmp_path):
     model = spread_model()
     folder = write_folder(tmp_path / "out", model, "bfloat16")
-    read = read_whole(folder, param_specs(BYTE_SIZES))
+    read = read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)
     assert all(torch.equal(read[name], tensor.bfloat16().float()) for name, tensor in tensors_of(model).items())
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     save_model(read, Export(BYTE_SIZES, 32, "bytes", "bfloat16"), tmp_path / "again")
@@ -119,7 +120,7 @@ def test_a_slice_is_read_without_the_rest_of_its_tensor(tmp_path):
         file.write(struct.pack(f"<{2 * dim}f", *range(2 * dim)))
     reset_peak()
     before = read_status("VmHWM")
-    with open_weights(tmp_path, [ParamSpec("head.weight", (rows, dim))]) as stored:
+    with open_weights(tmp_path, [ParamSpec("head.weight", (rows, dim))], layout_of_export(BYTE_SIZES)) as stored:
         last = stored.read("head.weight", (rows - 1, rows), (3, 5))
     assert last.tolist() == [[19.0, 20.0]]
     assert read_status("VmHWM") - before < 1 << 28
@@ -142,7 +143,7 @@ def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
 
 def test_a_table_that_follows_from_the_config_may_be_there(folder):
     rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
-    assert len(read_whole(folder, param_specs(BYTE_SIZES))) == len(param_specs(BYTE_SIZES))
+    assert len(read_whole(folder, param_specs(BYTE_SIZES), BYTE_SIZES)) == len(param_specs(BYTE_SIZES))
 
 
 def test_values_that_are_not_finite_are_refused_by_name(folder):
@@ -202,28 +203,29 @@ def test_a_sliding_window_is_read_for_sequences_that_it_covers(folder):
 def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head(tmp_path):
     folder = write_folder(tmp_path / "out", spread_model(replace(BYTE_SIZES, tie_embeddings=True)))
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    specs = param_specs(replace(BYTE_SIZES, tie_embeddings=True))
+    sizes = replace(BYTE_SIZES, tie_embeddings=True)
+    specs = param_specs(sizes)
     rewrite(folder, lm_head__weight=embedding.clone())
-    assert torch.equal(read_whole(folder, specs)["embed.weight"], embedding)
+    assert torch.equal(read_whole(folder, specs, sizes)["embed.weight"], embedding)
     changed = embedding.clone()
     changed[-1, -1] += 1
     for head in (changed, embedding.bfloat16(), embedding[:-1].clone()):
         rewrite(folder, lm_head__weight=head)
         with pytest.raises(InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but tie_word"):
-            read_whole(folder, specs)
+            read_whole(folder, specs, sizes)
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, mistral, qwen2, qwen3"),
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"model_type": "qwen2_moe"}, "model_type is 'qwen2_moe'"),
         ({"model_type": "olmo2"}, "model_type is 'olmo2'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_type 'longrope'; allowed: default, linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor: Input should be greater"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling has mscale 0.7"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "rope_scaling has truncate False"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "does not use low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),

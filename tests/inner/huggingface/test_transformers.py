@@ -108,7 +108,7 @@ def make_folder(transformers: ModuleType, out: Path, **keys: Any) -> Any:
 def test_a_model_that_transformers_saved_gives_the_same_logits_here(transformers, tmp_path, family):
     theirs = make_folder(transformers, tmp_path, **FAMILIES[family])
     sizes = resolve_sizes(read_model_config(tmp_path), 0)
-    ours = build_whole_model(sizes, read_whole(tmp_path, param_specs(sizes)), 32, "cpu")
+    ours = build_whole_model(sizes, read_whole(tmp_path, param_specs(sizes), sizes), 32, "cpu")
     with torch.no_grad():
         assert (ours(tokens() % 61) - theirs(tokens() % 61).logits).abs().max() < 1e-5
 
@@ -117,7 +117,7 @@ def test_a_model_that_transformers_saved_gives_the_same_logits_here(transformers
 def test_what_transformers_saved_comes_back_as_the_same_model_with_the_same_bytes(transformers, tmp_path, family):
     theirs = make_folder(transformers, tmp_path / "theirs", **FAMILIES[family])
     sizes = resolve_sizes(read_model_config(tmp_path / "theirs"), 0)
-    weights = read_whole(tmp_path / "theirs", param_specs(sizes))
+    weights = read_whole(tmp_path / "theirs", param_specs(sizes), sizes)
     save_model(weights, Export(sizes, 32, "bytes"), tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     stored, returned = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
