@@ -15,8 +15,10 @@ from inner.checkpoint import folder as disk
 from inner.checkpoint.folder import SavedCheckpoint
 from inner.checkpoint.index import Index, read_index
 from inner.checkpoint.manifest import Signer
+from inner.checkpoint.state import BUFFERS
 from inner.checkpoint.tensor_reader import CheckpointFailed, read_tensors
 from inner.errors import InputError
+from inner.expert_names import is_router_bias
 from inner.param_spec import ParamSpec
 from outer.codecs.choice import build_space
 from outer.errors import InputError as OuterInputError
@@ -31,6 +33,8 @@ def read_global_params(
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
     """Return the run's config and global params (fp32, by full name) of the latest round.
 
+    With them are the biases of the island's routers, which islands do not average.
+
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
     there is no checkpoint, or if all are damaged or refused by `signer`.
     """
@@ -43,12 +47,15 @@ def read_global_params(
         raise InputError(f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}") from None
     specs = [ParamSpec(name, tuple(shape)) for name, shape in facts.params]
     flat, parts = _allocate(specs, run, index, checkpoint.path)
+    biases = _allocate_biases(index)
+    buffers = {BUFFERS + name: bias for name, bias in biases.items()}
     try:
-        read_tensors(parts, checkpoint.path, index, None)
+        read_tensors(parts | buffers, checkpoint.path, index, None)
     except CheckpointFailed as error:
         raise InputError(str(error)) from error
     starts = build_space(specs, run.outer).offsets
-    return run, {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
+    params = {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
+    return run, params | biases
 
 
 def _allocate(
@@ -71,6 +78,16 @@ def _allocate(
         if name not in index.tensors or index.tensors[name].size != part.shape:
             raise InputError(f"{path}: it has no tensor {name} of {part.numel()} elements; use another checkpoint")
     return flat, parts
+
+
+def _allocate_biases(index: Index) -> dict[str, torch.Tensor]:
+    """Return memory for the biases of the routers that the files hold, by their full names."""
+    saved = {name.removeprefix(BUFFERS): tensor for name, tensor in index.tensors.items() if name.startswith(BUFFERS)}
+    return {
+        name: torch.zeros(tensor.size)
+        for name, tensor in saved.items()
+        if is_router_bias(name) and tensor.properties.dtype == torch.float32
+    }
 
 
 def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer = NO_KEY) -> SavedCheckpoint:
