@@ -44,12 +44,14 @@ def export(
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
     transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a
-    Qwen2), without any code of this project. A run with model.init_from=OUT starts from it.
+    Qwen2, with model.experts as a mixture that computes the same), without any code of this
+    project. A run with model.init_from=OUT starts from it.
     """
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights
     from inner.huggingface.files import weights_files, weights_sha256
     from inner.huggingface.save import check_target, save_model
+    from inner.measure.param_specs import num_elements, param_specs
 
     check_target(out.absolute(), overwrite=overwrite)
     weights = open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
@@ -57,7 +59,7 @@ def export(
     if weights.stop_text is not None:
         text = f"its tokenizer has no token {weights.stop_text}: programs that use the model must stop at this text"
         typer.echo(f"note: {text}", err=True)
-    num_params = sum(tensor.numel() for tensor in weights.tensors.values())
+    num_params = num_elements(param_specs(weights.sizes))
     typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
     typer.echo(f"sha256 {weights_sha256(out)}")
 
