@@ -65,6 +65,13 @@ class PlainBlock(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+        x_BSD = self.attend(x_BSD, cos_SP, sin_SP)
+        y_BSD = self.ffn_norm(x_BSD)
+        gated = F.silu(self.ffn["gate_proj"](y_BSD)) * self.ffn["up_proj"](y_BSD)
+        return x_BSD + self.ffn["down_proj"](gated)
+
+    def attend(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+        """Return the stream with the result of attention added."""
         y_BSD = self.attention_norm(x_BSD)
         q_BHSE, k_BKSE, v_BKSE = (
             self.attention[name](y_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -73,10 +80,7 @@ class PlainBlock(nn.Module):
         q_BHSE = _rotate(q_BHSE, cos_SP, sin_SP)
         k_BKSE = _rotate(k_BKSE, cos_SP, sin_SP)
         y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
-        x_BSD = x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
-        y_BSD = self.ffn_norm(x_BSD)
-        gated = F.silu(self.ffn["gate_proj"](y_BSD)) * self.ffn["up_proj"](y_BSD)
-        return x_BSD + self.ffn["down_proj"](gated)
+        return x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
 
 
 def _rotate(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
