@@ -15,8 +15,10 @@ from inner.checkpoint import folder as disk
 from inner.checkpoint.folder import SavedCheckpoint
 from inner.checkpoint.index import Index, read_index
 from inner.checkpoint.manifest import Signer
+from inner.checkpoint.state import BUFFERS
 from inner.checkpoint.tensor_reader import CheckpointFailed, read_tensors
 from inner.errors import InputError
+from inner.expert_names import is_router_bias
 from inner.param_spec import ParamSpec
 from outer.codecs.choice import build_space
 from outer.errors import InputError as OuterInputError
@@ -29,7 +31,8 @@ NO_KEY = RunKeySigner()
 def read_global_params(
     run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
-    """Return the run's config and global params (fp32, by full name) of the latest round.
+    """Return the run's config and global params (fp32, by full name) of the latest round, with the
+    biases of the routers of a mixture of experts, which are the island's own.
 
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
     there is no checkpoint, or if all are damaged or refused by `signer`.
@@ -43,12 +46,20 @@ def read_global_params(
         raise InputError(f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}") from None
     specs = [ParamSpec(name, tuple(shape)) for name, shape in facts.params]
     flat, parts = _allocate(specs, run, index, checkpoint.path)
+    biases = _allocate_biases(index)
     try:
-        read_tensors(parts, checkpoint.path, index, None)
+        read_tensors(parts | {BUFFERS + name: bias for name, bias in biases.items()}, checkpoint.path, index, None)
     except CheckpointFailed as error:
         raise InputError(str(error)) from error
     starts = build_space(specs, run.outer).offsets
-    return run, {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
+    params = {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
+    return run, params | biases
+
+
+def _allocate_biases(index: Index) -> dict[str, torch.Tensor]:
+    """Return memory for the routers' biases that a checkpoint has, by full name."""
+    saved = {name.removeprefix(BUFFERS): tensor for name, tensor in index.tensors.items() if name.startswith(BUFFERS)}
+    return {name: torch.zeros(tensor.size) for name, tensor in saved.items() if is_router_bias(name)}
 
 
 def _allocate(

@@ -23,6 +23,7 @@ from inner.data.tokenise import encode_document
 from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.data.vocabulary.ends import read_beside, token_name
 from inner.errors import InputError
+from inner.expert_names import router_bias_name
 from inner.files import home_path
 from inner.huggingface.load import read_whole
 from inner.huggingface.model_config import CONFIG, read_config, read_length, read_model_config, read_special_ids
@@ -43,7 +44,9 @@ UNSET = SignatureOptions()
 
 @dataclass(frozen=True)
 class Weights:
-    """A trained model. `tensors` are the unsharded fp32 parameters by full name."""
+    """A trained model. `tensors` are the unsharded fp32 parameters by full name, and the biases of
+    routers.
+    """
 
     sizes: ModelSizes
     tensors: dict[str, Tensor]
@@ -146,7 +149,10 @@ def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, 
     tokenizer = (own.tokenizer if own is not None else None) or run.data.tokenizer
     encoder = build_tokenizer(tokenizer, run.data.eos, run.data.bos)
     sizes = resolve_sizes(run.model, encoder.vocab_size)
-    if {spec.name: spec.shape for spec in param_specs(sizes)} != {k: tuple(v.shape) for k, v in tensors.items()}:
+    expected = {spec.name: spec.shape for spec in param_specs(sizes)}
+    if sizes.experts is not None:
+        expected |= {router_bias_name(layer): (sizes.experts.number,) for layer in sizes.expert_layers}
+    if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
         raise InputError(f"{path}: the parameters in its checkpoint differ from the model in its config")
     bos_id, seq_len = _of_beginning(run, own, encoder)
     ends = (run.data.eos, run.data.bos)

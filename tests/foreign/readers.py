@@ -30,9 +30,9 @@ from inner.data.sources.files import FilesSource
 from inner.data.token_files.open_files import open_token_files
 from inner.data.tokenizer import build_tokenizer
 from inner.errors import InputError
+from inner.huggingface.file_layout import layout_of_export
 from inner.huggingface.files import INDEX as WEIGHTS_INDEX
 from inner.huggingface.files import WEIGHTS, weights_files
-from inner.huggingface.file_layout import layout_of_export
 from inner.huggingface.load import open_weights
 from inner.huggingface.model_config import CONFIG, read_model_config
 from inner.huggingface.tokenizer_files import write_tokenizer

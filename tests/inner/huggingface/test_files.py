@@ -225,7 +225,10 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor: Input should be greater"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "rope_scaling has truncate False"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "rope_scaling has truncate False",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "does not use low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
