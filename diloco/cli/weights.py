@@ -49,6 +49,7 @@ def export(
     """
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights
+    from inner.expert_names import is_router_bias
     from inner.huggingface.files import weights_files, weights_sha256
     from inner.huggingface.save import check_target, save_model
 
@@ -58,7 +59,7 @@ def export(
     if weights.stop_text is not None:
         text = f"its tokenizer has no token {weights.stop_text}: programs that use the model must stop at this text"
         typer.echo(f"note: {text}", err=True)
-    num_params = sum(tensor.numel() for tensor in weights.tensors.values())
+    num_params = sum(tensor.numel() for name, tensor in weights.tensors.items() if not is_router_bias(name))
     typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
     typer.echo(f"sha256 {weights_sha256(out)}")
 
