@@ -185,7 +185,7 @@ def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[st
     yield from (f"{key} is missing" for key in required if config.get(key) is None)
     if "num_key_value_heads" not in config and not model_type.num_kv_heads_is_optional:
         yield "num_key_value_heads is missing"
-    for key, allowed in (FIXED | model_type.fixed).items():
+    for key, allowed in {**FIXED, **model_type.fixed}.items():
         if config.get(key) not in (None, *allowed):
             yield f"{key} is {config[key]!r}; allowed: {', '.join(map(repr, allowed))}"
     yield from _find_unsupported_window(config, longest or config.get("max_position_embeddings"))
