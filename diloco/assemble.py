@@ -25,9 +25,10 @@ from diloco.watchdog.rank_times import RankTimes
 from inner.data.batches import IslandBatches, heldout_counts
 from inner.data.corpus import Corpus
 from inner.data.stages import StageReading, StageStart, find_stage_start
+from inner.huggingface.model_types import find_export_obstacles
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
-from inner.model.sizes import OwnModel, resolve_model
+from inner.model.sizes import ModelSizes, OwnModel, resolve_model
 from inner.optim.moments import ParamsAndMoments
 from inner.optim.own_optimizer import check_own_optimizer
 from inner.parallel.own_model import check_own_model
@@ -136,6 +137,9 @@ def build_trainer(
         masks_documents = config.data.document_mask
         check_own_model(model, degrees, island.parallel, settings.seq_len, masks_documents=masks_documents)
     mesh = IslandMesh(degrees, torch.device(device).type)
+    if isinstance(model, ModelSizes) and mesh.world.get_rank() == 0:
+        for obstacle in find_export_obstacles(model, optimizer.balance.bias_speed):
+            log.warning("the trained model will have no export: %s", obstacle)
     return Trainer(model, optimizer, mesh, island.parallel, settings)
 
 

@@ -31,9 +31,8 @@ NO_KEY = RunKeySigner()
 def read_global_params(
     run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
-    """Return the run's config and global params (fp32, by full name) of the latest round.
-
-    With them are the biases of the island's routers, which islands do not average.
+    """Return the run's config and global params (fp32, by full name) of the latest round, with the
+    biases of the routers of a mixture of experts, which are the island's own.
 
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
     there is no checkpoint, or if all are damaged or refused by `signer`.

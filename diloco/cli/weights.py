@@ -44,8 +44,8 @@ def export(
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
     transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a
-    Qwen2, with model.experts as a mixture that computes the same), without any code of this
-    project. A run with model.init_from=OUT starts from it.
+    Qwen2, with model.experts as a Mixtral, OLMoE, Qwen3-MoE or DeepSeek-V3), without any code of
+    this project. A run with model.init_from=OUT starts from it.
     """
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights

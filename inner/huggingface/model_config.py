@@ -115,17 +115,19 @@ def _parse_model_config(config: dict[str, Any], folder: Path, longest: int | Non
         values["num_kv_heads"] = values["num_heads"]
     model_type = MODEL_TYPES[config["model_type"]]
     try:
-        return ModelConfig(
-            **values,
-            head_dim=read_head_dim(config),
-            rope_theta=read_theta(config, model_type.rope_theta),
-            rope_scaling=read_scaling(config),
-            norm_eps=config.get("rms_norm_eps", model_type.norm_eps),
-            qk_norm=model_type.qk_norm,
-            qkv_bias=model_type.qkv_bias,
-            tie_embeddings=config.get("tie_word_embeddings", False),
-            experts=read_experts(config),
-            latent=read_latent(config),
+        return ModelConfig.model_validate(
+            {
+                **values,
+                "head_dim": read_head_dim(config),
+                "rope_theta": read_theta(config, model_type.rope_theta),
+                "rope_scaling": read_scaling(config),
+                "norm_eps": config.get("rms_norm_eps", model_type.norm_eps),
+                "qk_norm": model_type.qk_norm,
+                "qkv_bias": model_type.qkv_bias,
+                "tie_embeddings": config.get("tie_word_embeddings", False),
+                "experts": read_experts(config),
+                "latent": read_latent(config),
+            }
         )
     except ValidationError as error:
         problem = error.errors()[0]

@@ -17,6 +17,7 @@ from inner.huggingface.mixtures import (
     build_mixture_keys,
     find_obstacles,
     find_unsupported_mixture,
+    has_biases,
     has_latent,
 )
 from inner.huggingface.rope_settings import find_unsupported_rope
@@ -94,13 +95,27 @@ def choose_model_type(sizes: ModelSizes) -> str:
     is none.
     """
     model_type = _nearest_type(sizes)
-    if obstacles := list(find_obstacles(sizes, model_type)):
+    if obstacles := find_export_obstacles(sizes, 0.0):
         listed = "\n".join(f"  {line}" for line in obstacles)
         raise InputError(
             "this model cannot be exported, because transformers has no model type for it among those that are "
             f"supported here; the nearest is {model_type}:\n{listed}"
         )
     return model_type
+
+
+def find_export_obstacles(sizes: ModelSizes, bias_speed: float) -> list[str]:
+    """Return the reasons for which a model cannot be exported after it was trained with
+    optimizer.balance.bias_speed; empty if it can.
+    """
+    model_type = _nearest_type(sizes)
+    obstacles = list(find_obstacles(sizes, model_type))
+    if sizes.experts is not None and bias_speed and not has_biases(model_type):
+        obstacles.append(
+            f"optimizer.balance.bias_speed is {bias_speed:g}, and routers of {model_type} have no biases; 0 keeps "
+            "them away"
+        )
+    return obstacles
 
 
 def _nearest_type(sizes: ModelSizes) -> str:
@@ -170,7 +185,7 @@ def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[st
     yield from (f"{key} is missing" for key in required if config.get(key) is None)
     if "num_key_value_heads" not in config and not model_type.num_kv_heads_is_optional:
         yield "num_key_value_heads is missing"
-    for key, allowed in (FIXED | model_type.fixed).items():
+    for key, allowed in {**FIXED, **model_type.fixed}.items():
         if config.get(key) not in (None, *allowed):
             yield f"{key} is {config[key]!r}; allowed: {', '.join(map(repr, allowed))}"
     yield from _find_unsupported_window(config, longest or config.get("max_position_embeddings"))

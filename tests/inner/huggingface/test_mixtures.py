@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ModelConfig
+from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ModelConfig, ParallelConfig
 from inner.errors import InputError
 from inner.expert_names import is_router_bias, router_bias_name
 from inner.huggingface.load import open_weights, read_layout, read_whole
 from inner.huggingface.model_config import fill_sizes_from_folder, read_model_config
-from inner.huggingface.model_types import choose_model_type
+from inner.huggingface.model_types import choose_model_type, find_export_obstacles
 from inner.huggingface.save import Export, save_model
 from inner.measure.param_specs import param_specs
 from inner.mesh import Degrees
@@ -25,6 +25,7 @@ from inner.model.experts import mixtures
 from inner.model.generate import Sampling, generate
 from inner.model.single_process import build_whole_model
 from inner.model.sizes import ModelSizes, resolve_sizes
+from inner.parallel.layout_check import check_layout
 from tests.harness import run_ranks
 from tests.inner.folders import change_config, spread_model, tensors_of
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share, whole_model
@@ -198,25 +199,31 @@ TYPES = {
 }
 
 
+def train_on_a_rank(rank: int, sizes: ModelSizes, balance: BalanceConfig) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights after four steps, and the logits with them."""
+    trainer = build_trainer(Degrees(), sizes, OPTIMIZER.model_copy(update={"balance": balance}))
+    for step in range(4):
+        trainer.step(share(trainer, batch(step)))
+    (model,) = trainer.model_parts
+    biases = {router_bias_name(mixture.layer): mixture.router.bias for mixture in mixtures([model])}
+    whole = {spec.name: spec.shape for spec in trainer.params.specs}
+    held = {part.name: trainer.params.read(i).view(whole[part.name]) for i, part in enumerate(trainer.params.slices)}
+    with torch.no_grad():
+        return held | biases, model(tokens(260)[:, :16])
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_mixture_that_was_trained_computes_the_same_in_transformers(transformers, tmp_path, model_type):
     sizes = TYPES[model_type]
     assert choose_model_type(sizes) == model_type
     has_biases = model_type == "deepseek_v3"
     balance = BalanceConfig(bias_speed=0.3 if has_biases else 0.0, sequence_loss=0.01)
-    trainer = build_trainer(Degrees(), sizes, OPTIMIZER.model_copy(update={"balance": balance}))
-    for step in range(4):
-        trainer.step(share(trainer, batch(step)))
-    (ours,) = trainer.model_parts
-    biases = {router_bias_name(mixture.layer): mixture.router.bias for mixture in mixtures([ours])}
-    assert any(bias.any() for bias in biases.values()) is has_biases
-    whole = {spec.name: spec.shape for spec in trainer.params.specs}
-    held = {part.name: trainer.params.read(i).view(whole[part.name]) for i, part in enumerate(trainer.params.slices)}
-    save_model(held | biases, Export(sizes, LENGTH, "bytes"), tmp_path / "out")
+    ((weights, expected),) = run_ranks(train_on_a_rank, 1, sizes, balance)
+    assert any(tensor.any() for name, tensor in weights.items() if is_router_bias(name)) is has_biases
+    save_model(weights, Export(sizes, LENGTH, "bytes"), tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    inputs = tokens(260)[:, :16]
     with torch.no_grad():
-        assert_same_logits(ours(inputs), theirs(inputs).logits)
+        assert_same_logits(theirs(tokens(260)[:, :16]).logits, expected)
 
 
 def test_biases_stay_in_fp32_in_an_export_as_bfloat16(transformers, tmp_path):
@@ -288,10 +295,10 @@ def test_what_is_not_computed_here_is_refused_by_name(transformers, tmp_path, fa
     assert words in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def export_error(sizes: ModelSizes, out: Path, **biases: Tensor) -> str:
+def export_error(sizes: ModelSizes, out: Path, biases: dict[str, Tensor] | None = None) -> str:
     model = spread_model(sizes)
     with pytest.raises(InputError) as caught:
-        save_model(tensors_of(model) | biases, Export(sizes, LENGTH, "bytes"), out)
+        save_model(tensors_of(model) | (biases or {}), Export(sizes, LENGTH, "bytes"), out)
     assert not out.exists()
     return str(caught.value)
 
@@ -318,25 +325,37 @@ def test_biases_that_a_model_type_does_not_have_are_not_exported(tmp_path):
     sizes = TYPES["mixtral"]
     save_model(tensors_of(spread_model(sizes)) | biases, Export(sizes, LENGTH, "bytes"), tmp_path / "zeros")
     biases[router_bias_name(1)][3] = -0.25
-    text = export_error(sizes, tmp_path / "out", **biases)
+    text = export_error(sizes, tmp_path / "out", biases)
     assert "biases chose its experts (up to 0.25), and mixtral has none" in text and "bias_speed=0" in text
 
 
+def test_what_keeps_a_model_from_an_export_is_known_before_it_trains():
+    assert find_export_obstacles(TYPES["deepseek_v3"], 0.001) == []
+    assert find_export_obstacles(TYPES["olmoe"], 0.0) == []
+    (obstacle,) = find_export_obstacles(TYPES["olmoe"], 0.001)
+    assert obstacle.startswith("optimizer.balance.bias_speed is 0.001, and routers of olmoe have no biases")
+    (obstacle,) = find_export_obstacles(replace(LATENT, experts=SHARED.model_copy(update={"capacity": 1.5})), 0.001)
+    assert obstacle == "model.experts.capacity is 1.5, and deepseek_v3 has only null"
+
+
 def test_attention_that_no_mixture_of_transformers_has_is_refused_before_it_trains():
-    given = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
-    for more, words in (
+    given = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48)
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"qk_norm": "whole"}, "qk_norm whole needs model.experts"),
         ({"qk_norm": "whole", "experts": SOFTMAX, "head_dim": 16}, "heads of size dim / num_heads"),
         ({"qkv_bias": True, "experts": SOFTMAX}, "qkv_bias is true with model.experts"),
-    ):
+    ]
+    for change, words in changes:
         with pytest.raises(InputError, match=words):
-            resolve_sizes(ModelConfig(**given, **more), 61)
+            resolve_sizes(given.model_copy(update=change), 61)
+    with pytest.raises(InputError, match=r"island\.mesh\.tp \(2\): model\.qk_norm whole norms all heads together"):
+        check_layout(replace(TYPES["olmoe"], experts=None), Degrees(tp=2), ParallelConfig(), 16, 1)
 
 
 def test_dense_weights_and_those_of_a_mixture_are_not_taken_for_each_other(transformers, tmp_path):
     make_folder(transformers, tmp_path / "dense", model_type="qwen3", head_dim=16)
     make_folder(transformers, tmp_path / "mixture", **QWEN)
-    with pytest.raises(InputError, match="has no experts .*leave model.experts out"):
+    with pytest.raises(InputError, match=r"has no experts .*leave model\.experts out"):
         fill_sizes_from_folder(ModelConfig(experts=SOFTMAX), tmp_path / "dense")
     configs = {name: (tmp_path / name / "config.json").read_text() for name in ("dense", "mixture")}
     (tmp_path / "dense" / "config.json").write_text(configs["mixture"])
