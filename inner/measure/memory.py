@@ -54,7 +54,8 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     # When the optimizer steps, only gradients are left, and on a single rank the copies in the
     # compute dtype. Fused AdamW and SGD need no memory of their own.
     in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
-    beside = max(in_update, rank.gathered + rank.buffers + max(snapshot.total for snapshot in snapshots))
+    in_passes = max(snapshot.total - snapshot.not_gathered for snapshot in snapshots)
+    beside = max(in_update, rank.gathered + rank.buffers + in_passes)
     return MemoryEstimate(
         params=params,
         optimizer=optimizer_state,
@@ -87,6 +88,8 @@ class _Snapshot:
     gradients: int
     loss: int = 0
     working: int = 0
+    not_gathered: int = 0
+    """Of the weights that a rank has gathered at most, what it has not gathered at this point."""
 
     @property
     def total(self) -> int:
@@ -135,13 +138,35 @@ class _Rank:
         most = len(by_stage) if work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
         return sum(by_stage[:most])
 
+    def _not_gathered(self, layer: int | None) -> int:
+        """Return what a rank has not gathered, of the weights that it gathers at most, in the
+        backward of a layer; None: at the loss.
+
+        It is 0 for dense models, whose blocks are about as large as the head or smaller.
+        """
+        work = self.work
+        if work.sizes.experts is None or work.degrees.num_copies == 1 or work.degrees.pp > 1:
+            return 0
+        if not work.frees_after_forward:
+            return 0
+        root = work.compute_bytes([work.root(self.stages[0])])
+        is_sharded = work.degrees.fsdp > 1
+        if layer is None:
+            return self.gathered - root - root * (is_sharded and not work.sizes.tie_embeddings)
+        # An untied head is freed when its gradients have been computed.
+        rest = root if work.sizes.tie_embeddings else 0
+        return self.gathered - rest - self._in_a_row(layer, 2 if is_sharded else 1)
+
     def _gathered_blocks(self, most: int) -> int:
         """Return the bytes of the largest `most` layers in a row of a model in one stage."""
-        sizes = [
+        return max(self._in_a_row(layer, most) for layer in range(self.work.sizes.num_layers))
+
+    def _in_a_row(self, last: int, most: int) -> int:
+        """Return the bytes of the weights of at most this many layers, the last of which is given."""
+        return sum(
             self.work.compute_bytes(self.work.layer_groups(self.work.sizes.has_experts(layer)))
-            for layer in range(self.work.sizes.num_layers)
-        ]
-        return max(sum(sizes[first : first + most]) for first in range(len(sizes)))
+            for layer in range(max(0, last - most + 1), last + 1)
+        )
 
     @property
     def buffers(self) -> int:
@@ -177,7 +202,8 @@ class _Rank:
             gradients = sum(stage_gradients.before for stage_gradients in held.values())
             if action.kind == "forward":
                 kept += self._kept(stage)
-                snapshots.append(_Snapshot(kept, gradients, losses * loss.kept + loss.forward * stage.is_last))
+                in_loss = losses * loss.kept + loss.forward * stage.is_last
+                snapshots.append(_Snapshot(kept, gradients, in_loss, not_gathered=self._not_gathered(None)))
                 losses += stage.is_last
                 continue
             now = _Snapshot(kept, gradients, losses * loss.kept)
@@ -205,6 +231,7 @@ class _Rank:
         """
         recompute = self.work.parallel.recompute
         loss = loss_memory(self.work).kept * stage.is_last
+        now = replace(now, not_gathered=self._not_gathered(None))
         snapshots = [replace(now, loss=now.loss + loss)]
         others = now.gradients - (new.before if new else 0)
         if new:
@@ -212,9 +239,11 @@ class _Rank:
         for done in range(len(stage.layers)):
             border = len(stage.layers) - done
             kept = now.activations - self._of_layers(stage.layers[border:])
-            working = self.activations.backward(recompute, self.work.sizes.has_experts(stage.layers[border - 1]))
+            layer = stage.layers[border - 1]
+            working = self.activations.backward(recompute, self.work.sizes.has_experts(layer))
             gradients = others + (new.after(done) if new else 0)
-            snapshots.append(_Snapshot(kept, gradients, now.loss - loss, working))
+            not_gathered = self._not_gathered(layer)
+            snapshots.append(_Snapshot(kept, gradients, now.loss - loss, working, not_gathered))
         return snapshots
 
     def _of_layers(self, layers: range) -> int:
