@@ -14,7 +14,7 @@ MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inne
 FLOORS = {
     "inner": """
         errors threads
-        files foreign param_spec
+        expert_names files foreign param_spec
         import_path
         config
         data.chat mesh params

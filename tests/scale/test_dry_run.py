@@ -185,7 +185,7 @@ def test_8b_with_4_micro_batches_fits_into_8_gpus_of_80_gb(name: str) -> None:
 
 
 @each_case
-def test_the_host_reads_once_what_it_needs_from_the_device(name: str) -> None:
+def test_the_host_waits_for_the_device_once(name: str) -> None:
     reads = [times for what, times in rehearsed(name).crossings.items() if what.startswith("read by the host")]
     sizes = (CASES | SLOW)[name].work.sizes
     # Of a mixture also what its routers did: the number of tokens, and a list of numbers by layer.
