@@ -6,6 +6,9 @@ and S positions:
     6 N + 12 L H E S    attention as if every position saw all S positions: the convention of PaLM (2204.02311,
                         appendix B) and of most published MFU figures; causal attention needs half of the second term
 
+In a mixture of experts N counts the router, the shared experts and the chosen experts of a layer.
+In latent attention, where queries and keys have size E and values size W, E + W replaces 2 E.
+
 The embedding's lookup, norms, softmax and RoPE are not counted; a tied table counts once, as the
 head. At dim 4096 and S = 8192 (the 8b preset) the formula gives 57.9 GFLOP per token. If the
 backward recomputes anything, it also recomputes attention scores, because no fused kernel stores
@@ -15,7 +18,7 @@ them.
 from dataclasses import dataclass
 
 from inner.config import Recompute
-from inner.model.block_params import block_params
+from inner.model.block_params import BlockParam, block_params
 from inner.model.sizes import ModelSizes
 
 
@@ -27,6 +30,8 @@ class Flops:
     attention: float
     """Operations of attention scores and of the sums of values that they weight."""
     recomputed: float
+    padding: float = 0.0
+    """Operations on the zeros with which latent attention pads values to the size of keys."""
 
     @property
     def total(self) -> float:
@@ -36,56 +41,81 @@ class Flops:
     @property
     def hardware(self) -> float:
         """Operations that are executed: the numerator of HFU."""
-        return self.total + self.recomputed
+        return self.total + self.recomputed + self.padding
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What the layers and the head of a model cost, as multiples of the mean layer."""
+
+    layers: tuple[float, ...]
+    head: float
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers cost the same."""
+        return len(set(self.layers)) == 1
 
 
 def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> Flops:
     """Return the operations per token in a sequence of `seq_len`, by PaLM's convention."""
-    # Operations of the scores, and of the values weighted by them.
-    attend = 4.0 * sizes.num_heads * sizes.head_dim * seq_len
-    # Weights in matrix products: all except the embedding and the norms; a tied table counts as the
-    # head.
-    num_weights = sizes.num_layers * sum(_layer_params(sizes)) + sizes.vocab_size * sizes.dim
+    layers = [
+        (count, _layer_flops(sizes, has_experts, seq_len, recompute))
+        for has_experts, count in sizes.layer_kinds(range(sizes.num_layers))
+    ]
     return Flops(
-        matmul=6.0 * num_weights,
-        attention=3.0 * attend * sizes.num_layers,
-        recomputed=_recomputed_flops(sizes, attend, recompute) * sizes.num_layers,
+        matmul=sum(count * layer.matmul for count, layer in layers) + _head_flops(sizes),
+        attention=sum(count * layer.attention for count, layer in layers),
+        recomputed=sum(count * layer.recomputed for count, layer in layers),
+        padding=sum(count * layer.padding for count, layer in layers),
     )
 
 
-def head_layers(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> float:
-    """Return the cost of the head in layers: its operations divided by those of one layer with
-    recomputation.
+def layer_costs(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> LayerCosts:
+    """Return the operations of each layer and of the head, with recomputation, divided by those of
+    the mean layer.
 
-    It is 1.8 for the 8b preset at 8192 positions, 3.7 for 1b at 2048, and 0.03 for 1m, whose vocabulary is
-    bytes.
+    The head costs 1.8 layers for the 8b preset at 8192 positions, 3.7 for 1b at 2048, and 0.03 for
+    1m, whose vocabulary is bytes.
     """
-    head = 6.0 * sizes.vocab_size * sizes.dim
-    return head * sizes.num_layers / (flops_per_token(sizes, seq_len, recompute).hardware - head)
+    head = _head_flops(sizes)
+    of_layers = flops_per_token(sizes, seq_len, recompute).hardware - head
+    kinds = sizes.layer_kinds(range(sizes.num_layers))
+    layers: list[float] = []
+    for has_experts, count in kinds:
+        cost = _layer_flops(sizes, has_experts, seq_len, recompute).hardware * sizes.num_layers / of_layers
+        layers += [1.0 if len(kinds) == 1 else cost] * count
+    return LayerCosts(tuple(layers), head * sizes.num_layers / of_layers)
 
 
-def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
-    """Return the number of weights of q, k and v, of the output projection, of gate and up, and of
-    the down projection.
+def _head_flops(sizes: ModelSizes) -> float:
+    """Return the operations of the head; a tied table counts as the head."""
+    return 6.0 * sizes.vocab_size * sizes.dim
+
+
+def _layer_flops(sizes: ModelSizes, has_experts: bool, seq_len: int, recompute: Recompute) -> Flops:
+    """Return the operations per token of one layer."""
+    matrices = [param for param in block_params(sizes, has_experts=has_experts) if param.is_matrix]
+    # Operations of the scores, of the values that they weight, and of the zeros behind the values.
+    scores = 2.0 * sizes.num_heads * sizes.head_dim * seq_len
+    values = 2.0 * sizes.num_heads * sizes.value_dim * seq_len
+    zeros = scores - values
+    repeated = sum(param.active_numel(sizes) for param in matrices if _is_repeated(param, recompute))
+    attends_again = recompute in ("attention", "full")
+    return Flops(
+        matmul=6.0 * sum(param.active_numel(sizes) for param in matrices),
+        attention=3.0 * (scores + values),
+        recomputed=scores + (scores + values) * attends_again + 2.0 * repeated,
+        padding=zeros * (3 + attends_again),
+    )
+
+
+def _is_repeated(param: BlockParam, recompute: Recompute) -> bool:
+    """Return whether a layer's backward repeats the product with this matrix. It does not repeat a
+    product whose result it does not need: the last of attention, and the last of a block, unless a
+    router weights it.
     """
-    matrices = [param for param in block_params(sizes, has_experts=False) if param.is_matrix]
-    attention = [param for param in matrices if param.module.startswith("attention.")]
-    ffn = [param for param in matrices if param.module.startswith("ffn.")]
-    qkv = sum(param.numel(sizes) for param in attention if param.is_input)
-    out = sum(param.numel(sizes) for param in attention if not param.is_input)
-    gate_up = sum(param.numel(sizes) for param in ffn if param.is_input)
-    down = sum(param.numel(sizes) for param in ffn if not param.is_input)
-    return qkv, out, gate_up, down
-
-
-def _recomputed_flops(sizes: ModelSizes, attend: float, recompute: Recompute) -> float:
-    """Return the operations that one layer's backward repeats. The last matrix product is not
-    needed and not repeated.
-    """
-    scores = attend / 2
-    qkv, out, gate_up, _ = _layer_params(sizes)
+    in_attention = param.module.startswith("attention.")
     if recompute == "attention":
-        return scores + attend + 2 * qkv
-    if recompute == "full":
-        return scores + attend + 2 * (qkv + out + gate_up)
-    return scores
+        return in_attention and param.is_input
+    return recompute == "full" and (in_attention or param.is_input or param.is_stacked)

@@ -115,18 +115,24 @@ def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> Non
     """
     from diloco.planning.laws.chinchilla import Allocation
     from diloco.planning.laws.statements import Fleet, LawQuestion, statements
-    from inner.measure.param_specs import num_elements
+    from inner.measure.param_specs import num_active
 
     config = picture.config
     case = picture.case
+    sizes = picture.island.work.sizes
     assert request.gpus is not None, "show_laws needs --gpus"
     peaks, source = _peaks(config, request)
     fleet = Fleet(request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts)
     tokens = picture.tokens or picture.run_tokens
-    flops = tokens * flops_per_token(picture.island.work.sizes, config.data.seq_len).total
-    run = Allocation(num_elements(case.specs), tokens)
+    flops = tokens * flops_per_token(sizes, config.data.seq_len).total
+    # The laws were fitted to dense models. By compute, a mixture of experts is a model of the size
+    # that a token uses.
+    run = Allocation(num_active(sizes), tokens)
     question = LawQuestion(config, run, flops, case.num_islands, fleet, request.hours)
-    print_section(console, f"What scaling laws and our runs say; {source}", "\n".join(statements(question)))
+    title = "What scaling laws and our runs say"
+    if sizes.experts is not None:
+        title += " of a dense model with as many parameters as a token uses"
+    print_section(console, f"{title}; {source}", "\n".join(statements(question)))
 
 
 def parse_count(text: str) -> float:

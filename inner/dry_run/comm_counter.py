@@ -12,12 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inner.measure.traffic.expected import OTHER, SCALARS, TrafficRow, sent_bytes
+from inner.measure.traffic.expected import (
+    ALL_RANKS,
+    OTHER,
+    SCALARS,
+    SCALARS_BYTES,
+    TrafficRow,
+    axis_of_all_ranks,
+    sent_bytes,
+)
 from inner.mesh import IslandMesh
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-SCALARS_BYTES = 64
-"""Collectives of at most this size are counted as bookkeeping: losses, norms, counts."""
 
 OPS = {
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
@@ -109,11 +115,21 @@ class CommCounter(TorchDispatchMode):
 
 
 def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
-    """Return the process group of this rank along each axis of the mesh. The ranks that FSDP shards
-    over form one axis.
+    """Return the process group of this rank along each axis of the mesh, and that of all ranks
+    unless they are an axis. The ranks that FSDP shards over form one axis.
     """
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
-    return groups | ({"cp": mesh.cp_group} if mesh.degrees.cp > 1 else {})
+    if mesh.degrees.cp > 1:
+        groups["cp"] = mesh.cp_group
+    if axis_of_all_ranks(mesh.degrees) == ALL_RANKS:
+        groups[ALL_RANKS] = _default_group()
+    return groups
+
+
+def _default_group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "a mesh is built of an open process group"
+    return group
 
 
 def _group(group: Any) -> ProcessGroup:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inner.dry_run.accelerator import DEVICE_TYPE
 
@@ -23,6 +25,24 @@ def choose_as_cuda_does() -> None:
     """Choose kernels as for CUDA for the rest of this process."""
     F.scaled_dot_product_attention = _fused_attention
     F.rms_norm = _fused_rms_norm
+    register_op_impl(aten._grouped_mm.default)(_grouped_product)
+
+
+def _grouped_product(
+    mode: FakeTensorMode, func: Any, rows: Tensor, matrices: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Return the result of torch's product with one matrix per group of rows, without values. torch's
+    own result without values exists for bfloat16 only.
+
+    Three dims are one matrix per group. Two stacks of rows, transposed to (inner, rows) and (rows,
+    columns), give one product per group.
+    """
+    assert offsets is not None, "the groups are given by where they end"
+    shape = (*rows.shape[:-1], matrices.shape[-1])
+    if rows.ndim == matrices.ndim == 2:
+        shape = (len(offsets), *shape)
+    with mode:
+        return rows.new_empty(shape)
 
 
 def _fused_attention(

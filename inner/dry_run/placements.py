@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from inner.config import ParallelConfig
+from inner.expert_names import is_stacked
 from inner.mesh import Degrees, IslandMesh
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
@@ -34,8 +35,8 @@ class PlacedParam:
     pp: int
     """The pp coordinate of the ranks that hold the parameter."""
     cuts: tuple[tuple[str, str], ...]
-    """(axis, `rows`, `columns` or `whole`) for each of dp_replicate, fsdp and tp that has more than
-    one rank."""
+    """(axis, `rows`, `columns`, `experts` or `whole`) for each of dp_replicate, fsdp and tp that has
+    more than one rank."""
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -79,7 +80,8 @@ def _place(name: str, param: Tensor, degrees: Degrees, pp: int) -> PlacedParam:
     }
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()
-        cuts |= {axis: _cut(each) for axis, each in zip(names, param.placements, strict=True) if axis in cuts}
+        dims = ("experts", "rows", "columns") if is_stacked(name, param.ndim) else ("rows", "columns")
+        cuts |= {axis: _cut(each, dims) for axis, each in zip(names, param.placements, strict=True) if axis in cuts}
     local = local_tensor(param)
     return PlacedParam(
         name=name,
@@ -92,14 +94,14 @@ def _place(name: str, param: Tensor, degrees: Degrees, pp: int) -> PlacedParam:
     )
 
 
-def _cut(placement: Placement) -> str:
-    """Return the direction in which a placement cuts a parameter.
+def _cut(placement: Placement, dims: tuple[str, ...]) -> str:
+    """Return the direction in which a placement cuts a parameter with dimensions of these names.
 
     FSDP's shard of rows that tp has cut is a strided placement and not a Shard, but it also has a
     `dim`.
     """
     dim = getattr(placement, "dim", None)
-    return "whole" if dim is None else ("rows", "columns")[dim]
+    return "whole" if dim is None else dims[dim]
 
 
 @contextmanager

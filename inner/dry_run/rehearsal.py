@@ -1,5 +1,8 @@
 """Make one inner step of one rank on the dry run's device, with the real trainer at its real
 size.
+
+A mixture of experts is routed evenly: a rank has per_token rows for each of its tokens, and the
+counts that the host reads from the device are equal for all experts.
 """
 
 import time

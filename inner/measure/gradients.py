@@ -1,9 +1,9 @@
 """Memory of the gradients of a model's stage on a rank, in bytes. No torch here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from inner.measure.activations import FP32
-from inner.measure.workload import FsdpParamGroup, Workload
+from inner.measure.workload import FP32, FsdpParamGroup, Workload
 from inner.model.stage import Stage
 
 
@@ -56,8 +56,9 @@ class StageGradients:
         once.
         """
         groups = self.work.param_groups(self.stage)
-        own = self.work.compute_itemsize * self.work.numel(self.stage) * self._is_apart
-        return sum(map(self._left, groups)) + own + FP32 * self.work.block.numel * self._is_reduced
+        own = self.work.compute_bytes(groups) * self._is_apart
+        largest = max(self._sent_last(layer).numel for layer in self.stage.layers)
+        return sum(map(self._left, groups)) + own + FP32 * largest * self._is_reduced
 
     @property
     def _embedding(self) -> FsdpParamGroup:
@@ -93,7 +94,7 @@ class StageGradients:
         """
         if self.number == 0 or self.work.degrees.pp == 1 or not self.work.reduces_each_micro_batch:
             return 0
-        return FP32 * (self._ends[0].numel or self.work.block.numel)
+        return FP32 * (self._ends[0].numel or self._sent_last(self.stage.layers[0]).numel)
 
     def _buffer(self, num_layers: int) -> int:
         """Return the bytes of the buffer from which FSDP is sending the previous group when
@@ -101,7 +102,7 @@ class StageGradients:
         """
         if num_layers == 0 and (self.work.sizes.tie_embeddings or self._root.numel == 0):
             return self._kept_buffer
-        sent = self.work.block if num_layers else self._root
+        sent = self._sent_last(self.stage.layers[-num_layers]) if num_layers else self._root
         return FP32 * sent.numel * self._is_reduced
 
     def _left(self, group: FsdpParamGroup) -> int:
@@ -119,7 +120,7 @@ class StageGradients:
         if self.work.degrees.num_copies == 1:
             # Each gradient is added to the gradient of its fp32 master at once.
             return FP32 * group.numel * (self.number == 0)
-        return self.work.compute_itemsize * group.numel * self._is_apart
+        return self.work.itemsize(group) * group.numel * self._is_apart
 
     def _in_reduction(self, group: FsdpParamGroup) -> int:
         """Return the peak bytes of a group while it is reduced: its gradients, a whole fp32 copy,
@@ -137,5 +138,18 @@ class StageGradients:
         return self._left(group) + FP32 * group.numel + own + shard
 
     def _of_layers(self, num_done: int) -> int:
-        num_left = len(self.stage.layers) - num_done
-        return num_done * self._done(self.work.block) + num_left * self._left(self.work.block)
+        """Return the bytes when the last `num_done` layers of the stage are done."""
+        layers = self.stage.layers
+        border = len(layers) - num_done
+        return self._of_kinds(layers[border:], self._done) + self._of_kinds(layers[:border], self._left)
+
+    def _of_kinds(self, layers: range, size_of: Callable[[FsdpParamGroup], int]) -> int:
+        """Return the bytes of all groups of some layers."""
+        return sum(
+            count * sum(map(size_of, self.work.layer_groups(has_experts)))
+            for has_experts, count in self.work.sizes.layer_kinds(layers)
+        )
+
+    def _sent_last(self, layer: int) -> FsdpParamGroup:
+        """Return the group of a layer that the backward reduces last."""
+        return self.work.layer_groups(self.work.sizes.has_experts(layer))[-1]

@@ -4,9 +4,9 @@ torch here.
 
 from dataclasses import dataclass, replace
 
-from inner.measure.activations import FP32, TOKEN_IDS, ActivationMemory, loss_memory
+from inner.measure.activations import TOKEN_IDS, ActivationMemory, loss_memory
 from inner.measure.gradients import StageGradients
-from inner.measure.workload import MANAGED_STAGES, FsdpParamGroup, Workload
+from inner.measure.workload import FP32, MANAGED_STAGES, FsdpParamGroup, Workload
 from inner.model.stage import Stage
 from inner.optim.state_bytes import STATE_BYTES, StateBytes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
@@ -54,7 +54,8 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     # When the optimizer steps, only gradients are left, and on a single rank the copies in the
     # compute dtype. Fused AdamW and SGD need no memory of their own.
     in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
-    beside = max(in_update, rank.gathered + rank.buffers + max(snapshot.total for snapshot in snapshots))
+    in_passes = max(snapshot.total - snapshot.not_gathered for snapshot in snapshots)
+    beside = max(in_update, rank.gathered + rank.buffers + in_passes)
     return MemoryEstimate(
         params=params,
         optimizer=optimizer_state,
@@ -70,9 +71,12 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
     """Return the bytes of the optimizer's states for a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    matrices = FsdpParamGroup(tuple(shape for shape in work.block.shapes if shape[1] > 1))
     num_elements = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
-    in_matrices = sum(len(stage.layers) for stage in stages) * matrices.shard_numel(work.degrees.fsdp)
+    in_matrices = 0
+    for has_experts, count in work.layer_kinds(stages):
+        shapes = [shape for group in work.layer_groups(has_experts) for shape in group.all_shapes]
+        matrices = FsdpParamGroup(tuple(shape for shape in shapes if shape[1] > 1))
+        in_matrices += count * matrices.shard_numel(work.degrees.fsdp)
     return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
 
@@ -84,6 +88,8 @@ class _Snapshot:
     gradients: int
     loss: int = 0
     working: int = 0
+    not_gathered: int = 0
+    """Of the weights that a rank has gathered at most, what it has not gathered at this point."""
 
     @property
     def total(self) -> int:
@@ -115,22 +121,52 @@ class _Rank:
         masters have that dtype.
         """
         work = self.work
-        itemsize = self.work.compute_itemsize
         if work.degrees.num_copies == 1:
-            return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
+            copied = [group for group in self.groups if not group.is_exact]
+            return work.compute_bytes(copied) if work.compute_itemsize < FP32 else 0
         if work.degrees.pp == 1:
-            root = work.root(self.stages[0]).numel
+            root = work.compute_bytes([work.root(self.stages[0])])
             is_sharded = work.degrees.fsdp > 1
             # The last gather of the forward is that of the head, if it is untied. Its buffer
             # remains until the backward gathers again, which never happens with ZeRO-2.
             buffer = root if is_sharded and not work.sizes.tie_embeddings else 0
             if not work.frees_after_forward:
-                return itemsize * (work.numel(self.stages[0]) + buffer)
-            blocks = min(2 if is_sharded else 1, work.sizes.num_layers) * work.block.numel
-            return itemsize * max(root + max(blocks, buffer), work.embedding(self.stages[0]).numel)
-        by_stage = sorted((work.numel(stage) for stage in self.stages), reverse=True)
+                return work.compute_bytes(self.groups) + buffer
+            blocks = self._gathered_blocks(2 if is_sharded else 1)
+            return max(root + max(blocks, buffer), work.compute_bytes([work.embedding(self.stages[0])]))
+        by_stage = sorted((work.compute_bytes(work.param_groups(stage)) for stage in self.stages), reverse=True)
         most = len(by_stage) if work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
-        return itemsize * sum(by_stage[:most])
+        return sum(by_stage[:most])
+
+    def _not_gathered(self, layer: int | None) -> int:
+        """Return what a rank has not gathered, of the weights that it gathers at most, in the
+        backward of a layer; None: at the loss.
+
+        It is 0 for dense models, whose blocks are about as large as the head or smaller.
+        """
+        work = self.work
+        if work.sizes.experts is None or work.degrees.num_copies == 1 or work.degrees.pp > 1:
+            return 0
+        if not work.frees_after_forward:
+            return 0
+        root = work.compute_bytes([work.root(self.stages[0])])
+        is_sharded = work.degrees.fsdp > 1
+        if layer is None:
+            return self.gathered - root - root * (is_sharded and not work.sizes.tie_embeddings)
+        # An untied head is freed when its gradients have been computed.
+        rest = root if work.sizes.tie_embeddings else 0
+        return self.gathered - rest - self._in_a_row(layer, 2 if is_sharded else 1)
+
+    def _gathered_blocks(self, most: int) -> int:
+        """Return the bytes of the largest `most` layers in a row of a model in one stage."""
+        return max(self._in_a_row(layer, most) for layer in range(self.work.sizes.num_layers))
+
+    def _in_a_row(self, last: int, most: int) -> int:
+        """Return the bytes of the weights of at most this many layers, the last of which is given."""
+        return sum(
+            self.work.compute_bytes(self.work.layer_groups(self.work.sizes.has_experts(layer)))
+            for layer in range(max(0, last - most + 1), last + 1)
+        )
 
     @property
     def buffers(self) -> int:
@@ -144,7 +180,7 @@ class _Rank:
         """Return the bytes of one micro-batch's activations in one stage, without the pipeline
         buffers.
         """
-        total = len(stage.layers) * self.activations.block(self.work.parallel.recompute)
+        total = self._of_layers(stage.layers)
         total += TOKEN_IDS * self.work.tokens * (stage.is_first or stage.is_last)
         if stage.is_last:
             total += self.activations.stream_norm
@@ -166,7 +202,8 @@ class _Rank:
             gradients = sum(stage_gradients.before for stage_gradients in held.values())
             if action.kind == "forward":
                 kept += self._kept(stage)
-                snapshots.append(_Snapshot(kept, gradients, losses * loss.kept + loss.forward * stage.is_last))
+                in_loss = losses * loss.kept + loss.forward * stage.is_last
+                snapshots.append(_Snapshot(kept, gradients, in_loss, not_gathered=self._not_gathered(None)))
                 losses += stage.is_last
                 continue
             now = _Snapshot(kept, gradients, losses * loss.kept)
@@ -174,7 +211,9 @@ class _Rank:
             if action.kind != "weight_backward":
                 snapshots += self._backward(stage, now, None if action.kind == "input_backward" else new)
             if action.kind != "backward":
-                split = self.activations.split_backward * len(stage.layers) + loss.kept * stage.is_last
+                kinds = self.work.layer_kinds([stage])
+                split = sum(count * self.activations.split_backward(has_experts) for has_experts, count in kinds)
+                split += loss.kept * stage.is_last
                 kept += split if action.kind == "input_backward" else -split
             if action.kind != "input_backward":
                 kept -= self._kept(stage)
@@ -192,13 +231,25 @@ class _Rank:
         """
         recompute = self.work.parallel.recompute
         loss = loss_memory(self.work).kept * stage.is_last
+        now = replace(now, not_gathered=self._not_gathered(None))
         snapshots = [replace(now, loss=now.loss + loss)]
-        working = self.activations.backward(recompute)
         others = now.gradients - (new.before if new else 0)
         if new:
             snapshots.append(replace(now, gradients=others + new.at_root, loss=now.loss - loss))
         for done in range(len(stage.layers)):
-            kept = now.activations - done * self.activations.block(recompute)
+            border = len(stage.layers) - done
+            kept = now.activations - self._of_layers(stage.layers[border:])
+            layer = stage.layers[border - 1]
+            working = self.activations.backward(recompute, self.work.sizes.has_experts(layer))
             gradients = others + (new.after(done) if new else 0)
-            snapshots.append(_Snapshot(kept, gradients, now.loss - loss, working))
+            not_gathered = self._not_gathered(layer)
+            snapshots.append(_Snapshot(kept, gradients, now.loss - loss, working, not_gathered))
         return snapshots
+
+    def _of_layers(self, layers: range) -> int:
+        """Return the bytes of one micro-batch's activations in some layers."""
+        recompute = self.work.parallel.recompute
+        return sum(
+            count * self.activations.block(recompute, has_experts)
+            for has_experts, count in self.work.sizes.layer_kinds(layers)
+        )

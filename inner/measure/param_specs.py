@@ -35,5 +35,18 @@ def _block_specs(sizes: ModelSizes, has_experts: bool) -> list[tuple[str, tuple[
     return specs
 
 
+def num_active(sizes: ModelSizes) -> int:
+    """Return the number of parameters that one token uses, with embedding and head. It is the number
+    of all parameters, unless the model is a mixture of experts.
+    """
+    num_tables = 1 if sizes.tie_embeddings else 2
+    layers = (
+        param.active_numel(sizes)
+        for layer in range(sizes.num_layers)
+        for param in block_params(sizes, has_experts=sizes.has_experts(layer))
+    )
+    return num_tables * sizes.vocab_size * sizes.dim + sum(layers) + sizes.dim
+
+
 def num_elements(specs: Sequence[ParamSpec]) -> int:
     return sum(prod(spec.shape) for spec in specs)

@@ -1,17 +1,19 @@
 """The workload of one inner step: parameters that each rank holds and tokens that it processes. No torch here."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from inner.config import ParallelConfig
-from inner.flops import head_layers
+from inner.config import BalanceConfig, ParallelConfig
+from inner.flops import layer_costs
 from inner.mesh import Degrees
-from inner.model.block_params import block_params
+from inner.model.block_params import ROUTER, BlockParam, block_params
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
 
+FP32 = 4
 MANAGED_STAGES = 3
 """Number of stages whose weights torch keeps in schedules with several stages per rank. They are
 the next ones to compute."""
@@ -35,6 +37,8 @@ class Workload:
     deals_matrices: bool = False
     """Whether the optimizer distributes whole matrices of the layers over the ranks, as Muon
     does."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Losses of the routers, which keep and send values of their own."""
 
     @property
     def tokens(self) -> int:
@@ -69,8 +73,8 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        head = head_layers(self.sizes, self.seq_len, self.parallel.recompute)
-        return plan_stages(self.parallel, self.sizes.num_layers, self.degrees.pp, head)
+        costs = layer_costs(self.sizes, self.seq_len, self.parallel.recompute)
+        return plan_stages(self.parallel, costs, self.degrees.pp)
 
     @cached_property
     def stage_ranks(self) -> list[int]:
@@ -88,13 +92,44 @@ class Workload:
     def stages_at(self, pp_rank: int) -> list[Stage]:
         return stages_at(self.stages, self.stage_ranks, pp_rank)
 
+    def layer_kinds(self, stages: list[Stage]) -> list[tuple[bool, int]]:
+        """Return how many layers of some stages are dense, and how many have experts, as
+        (has_experts, count). A kind that does not occur is left out.
+        """
+        counts = {False: 0, True: 0}
+        for stage in stages:
+            for has_experts, count in self.sizes.layer_kinds(stage.layers):
+                counts[has_experts] += count
+        return [(has_experts, count) for has_experts, count in counts.items() if count]
+
+    def layer_groups(self, has_experts: bool) -> tuple["FsdpParamGroup", ...]:
+        """Return the parameters of one layer in groups that FSDP gathers and reduces together, in the
+        order in which the backward reduces them. The last group has most of them.
+        """
+        return self._layer_groups[has_experts]
+
     @cached_property
-    def block(self) -> "FsdpParamGroup":
-        """Parameters of one layer."""
-        shapes = [
-            param.rank_shape(self.sizes, self.degrees.tp) for param in block_params(self.sizes, has_experts=False)
-        ]
-        return FsdpParamGroup(tuple(shapes))
+    def _layer_groups(self) -> dict[bool, tuple["FsdpParamGroup", ...]]:
+        kinds = (False, True) if self.sizes.experts is not None else (False,)
+        return {has_experts: self._find_groups(has_experts) for has_experts in kinds}
+
+    def _find_groups(self, has_experts: bool) -> tuple["FsdpParamGroup", ...]:
+        params = block_params(self.sizes, has_experts=has_experts)
+        if self.compute_itemsize == FP32:
+            return (self._group(params),)
+        # The dtype of the computation belongs to a group, so a router, which computes in fp32, is a
+        # group of its own.
+        exact = [param for param in params if param.module == ROUTER]
+        others = [param for param in params if param.module != ROUTER]
+        routers = (replace(self._group(exact), is_exact=True),) if exact else ()
+        return (*routers, self._group(others))
+
+    def _group(self, params: list[BlockParam]) -> "FsdpParamGroup":
+        tp = self.degrees.tp
+        return FsdpParamGroup(
+            tuple(param.rank_shape(self.sizes, tp) for param in params if not param.is_stacked),
+            tuple(param.rank_shape(self.sizes, tp) for param in params if param.is_stacked),
+        )
 
     @property
     def table(self) -> "FsdpParamGroup":
@@ -114,11 +149,18 @@ class Workload:
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
         """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""
-        return [self.embedding(stage), self.root(stage)] + [self.block] * len(stage.layers)
+        groups = [self.embedding(stage), self.root(stage)]
+        for has_experts, count in self.layer_kinds([stage]):
+            groups += self.layer_groups(has_experts) * count
+        return groups
 
-    def numel(self, stage: Stage) -> int:
-        """Return the number of parameters of a stage."""
-        return sum(group.numel for group in self.param_groups(stage))
+    def compute_bytes(self, groups: Iterable["FsdpParamGroup"]) -> int:
+        """Return the bytes of whole parameters, or of their gradients, as the computation uses them."""
+        return sum(self.itemsize(group) * group.numel for group in groups)
+
+    def itemsize(self, group: "FsdpParamGroup") -> int:
+        """Return the bytes per element of a group's parameters when they are gathered."""
+        return FP32 if group.is_exact else self.compute_itemsize
 
 
 @dataclass(frozen=True)
@@ -126,13 +168,21 @@ class FsdpParamGroup:
     """Parameters that FSDP gathers and reduces together, as (rows, columns) on the fullest tensor-parallel rank."""
 
     shapes: tuple[tuple[int, int], ...]
+    expert_shapes: tuple[tuple[int, int], ...] = ()
+    """The tensors of all experts of a layer, which have a row for each expert."""
+    is_exact: bool = False
+    """Whether the parameters compute in fp32, whatever the compute dtype."""
+
+    @property
+    def all_shapes(self) -> tuple[tuple[int, int], ...]:
+        return self.shapes + self.expert_shapes
 
     @property
     def numel(self) -> int:
-        return sum(rows * cols for rows, cols in self.shapes)
+        return sum(rows * cols for rows, cols in self.all_shapes)
 
     def shard_numel(self, num_ranks: int) -> int:
         """Return the number of elements of a rank's shard. Rows are split over the ranks, and the
         last shard is padded.
         """
-        return sum(-(-rows // num_ranks) * cols for rows, cols in self.shapes)
+        return sum(-(-rows // num_ranks) * cols for rows, cols in self.all_shapes)

@@ -78,6 +78,11 @@ class BlockParam:
         """Return the number of elements; of all experts, if there are several."""
         return self.num_copies(sizes) * prod(self.shape(sizes))
 
+    def active_numel(self, sizes: ModelSizes) -> int:
+        """Return the number of elements that one token uses: of the experts only the chosen."""
+        chosen = sizes.experts.per_token if self.is_stacked and sizes.experts is not None else 1
+        return chosen * prod(self.shape(sizes))
+
     def is_on_all_ranks(self, sizes: ModelSizes, tp: int) -> bool:
         """Return whether each rank of tp has the whole parameter. If there are fewer key-value
         heads than ranks, each rank has all key-value heads.
@@ -110,6 +115,8 @@ class BlockParam:
 
 EXPERTS = "ffn.experts."
 """Beginning of the names of parameters of which each expert has one."""
+ROUTER = "ffn.router"
+"""The module that chooses the experts. It computes in fp32, whatever the compute dtype."""
 
 
 def _dim(sizes: ModelSizes) -> int:

@@ -76,6 +76,14 @@ class ModelSizes:
         """Return whether a block's feed-forward is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
+    def layer_kinds(self, layers: range) -> list[tuple[bool, int]]:
+        """Return how many of some consecutive layers are dense, and how many have experts, as
+        (has_experts, count). A kind that does not occur is left out.
+        """
+        first = min(max(self.expert_layers.start, layers.start), layers.stop)
+        kinds = [(False, first - layers.start), (True, layers.stop - first)]
+        return [(has_experts, count) for has_experts, count in kinds if count]
+
     @property
     def expert_layers(self) -> range:
         """Numbers of the blocks with a mixture of experts."""

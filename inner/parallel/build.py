@@ -13,7 +13,7 @@ from torch import nn
 
 from inner.config import ParallelConfig
 from inner.data.micro_batch import Cutter
-from inner.flops import head_layers
+from inner.flops import layer_costs
 from inner.mesh import IslandMesh
 from inner.model.loss import ChunkedCrossEntropy
 from inner.model.sizes import ModelSizes, OwnModel
@@ -57,8 +57,8 @@ class Layout:
     @cached_property
     def stages(self) -> list[Stage]:
         """All virtual pipeline stages, in the order of the model."""
-        head = head_layers(self.sizes, self.seq_len, self.parallel.recompute)
-        return plan_stages(self.parallel, self.sizes.num_layers, self.mesh.degrees.pp, head)
+        costs = layer_costs(self.sizes, self.seq_len, self.parallel.recompute)
+        return plan_stages(self.parallel, costs, self.mesh.degrees.pp)
 
     @cached_property
     def is_compiled(self) -> bool:

@@ -6,7 +6,7 @@ from math import gcd
 
 from inner.config import ContextMethod, ExpertsConfig, ParallelConfig
 from inner.errors import InputError, nearest_multiples
-from inner.flops import head_layers
+from inner.flops import layer_costs
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
@@ -24,7 +24,7 @@ def check_layout(
     `num_micro_batches` is the number of micro-batches per rank and step, see
     mesh.accumulation_steps.
     """
-    plan_stages(parallel, sizes.num_layers, degrees.pp, head_layers(sizes, seq_len, parallel.recompute))
+    plan_stages(parallel, layer_costs(sizes, seq_len, parallel.recompute), degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
     check_torch(parallel, degrees)
     _check_zero(parallel, degrees)

@@ -38,6 +38,7 @@ class Case:
     optimizer: str = "adamw"
     parallel: dict[str, Any] = field(default_factory=dict)
     masks_documents: bool = False
+    dtype: str = "bfloat16"
 
     @property
     def work(self) -> Workload:
@@ -49,7 +50,7 @@ class Case:
             seq_len=self.seq_len,
             micro_batch=1,
             num_micro_batches=self.num_micro_batches,
-            compute_itemsize=2,
+            compute_itemsize=2 if self.dtype == "bfloat16" else 4,
             deals_matrices=self.optimizer == "muon",
         )
 
@@ -64,7 +65,7 @@ class Case:
             optimizer=OptimizerConfig.model_validate({"name": self.optimizer, "tokens_per_step": tokens}),
             seq_len=self.seq_len,
             micro_batch=1,
-            compute_dtype="bfloat16",
+            compute_dtype=self.dtype,
             eos_id=0 if self.masks_documents else None,
             rank=self.rank,
         )
@@ -82,9 +83,18 @@ CASES = {
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
     ),
     "1b, 2 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=2, rank=5, optimizer="muon"),
+    "experts, 2 layers on 64": Case("qwen3-30b-a3b", Degrees(dp_shard=64), num_layers=2),
+    "experts, 2 layers on 8, float32": Case("7b-a1b", Degrees(dp_shard=8), num_layers=2, dtype="float32"),
     "1b, 2 layers, the tied table in two stages": Case("1b", Degrees(pp=2, tp=2), num_layers=2, rank=3),
 }
 SLOW = {
+    "experts, 4 layers in 2 stages, Muon": Case(
+        "qwen3-30b-a3b", Degrees(pp=2, dp_shard=8), num_layers=4, num_micro_batches=4, rank=15, optimizer="muon"
+    ),
+    "experts, 30b on 64": Case("qwen3-30b-a3b", Degrees(dp_shard=64), seq_len=4096, num_micro_batches=1),
+    "experts, latent attention, 5 layers on 64": Case(
+        "deepseek-v3", Degrees(dp_shard=64), num_layers=5, num_micro_batches=1, parallel={"recompute": "full"}
+    ),
     "1b on 8": Case("1b", Degrees(dp_shard=8)),
     "1b, 4 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"),
     "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
@@ -177,7 +187,10 @@ def test_8b_with_4_micro_batches_fits_into_8_gpus_of_80_gb(name: str) -> None:
 @each_case
 def test_the_host_waits_for_the_device_once(name: str) -> None:
     reads = [times for what, times in rehearsed(name).crossings.items() if what.startswith("read by the host")]
-    assert reads == [NUM_READS]
+    sizes = (CASES | SLOW)[name].work.sizes
+    # Of a mixture also what its routers did: the number of tokens, and a list of numbers by layer.
+    routing = [] if sizes.experts is None else [1, len(sizes.expert_layers) * (sizes.experts.number + 3)]
+    assert sorted(reads) == sorted([NUM_READS, *routing])
 
 
 @each_case
@@ -186,6 +199,8 @@ def test_the_host_sends_only_the_text(name: str) -> None:
     case = (CASES | SLOW)[name]
     # The micro-batches, and where their documents begin.
     most = case.num_micro_batches * (1 + case.masks_documents)
+    # Of a mixture also the change of each router's bias.
+    most += len(case.work.sizes.expert_layers)
     assert sum(others.values()) <= most, json.dumps(others, indent=1)
 
 

@@ -73,6 +73,11 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     seconds = human_seconds(max(report.done.seconds for report in reports))
     print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} per rank)", _table(reports))
     notes = [line for report in reports for line in report.differences]
+    if (experts := plan.work.sizes.experts) is not None:
+        notes.append(
+            f"tokens go to the experts evenly: {experts.per_token} rows per token, of which each of {experts.number} "
+            "experts computes as many"
+        )
     if island.parallel.compile is not False and plan.device_type == "cuda":
         notes.append("torch.compile is left out of a dry run")
     if notes:

@@ -19,9 +19,10 @@ from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice
-from inner.measure.param_specs import num_elements, param_specs
+from inner.measure.param_specs import num_active, num_elements, param_specs
 from inner.measure.workload import MANAGED_STAGES
 from inner.mesh import AXES
+from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import draw
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
@@ -123,11 +124,11 @@ def header(run: RunConfig, plan: StepPlan) -> str:
     work = plan.work
     sizes = plan.work.sizes
     degrees = plan.work.degrees
-    num_params = num_elements(param_specs(sizes))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
     lines = [
-        f"model  {human_count(num_params)} parameters: {sizes.num_layers} layers, dim {sizes.dim}, "
-        f"{sizes.num_heads} heads ({sizes.num_kv_heads} kv), vocabulary {sizes.vocab_size}",
+        f"model  {params_text(sizes)}: {sizes.num_layers} layers, dim {sizes.dim}, "
+        f"{_heads(sizes)}, vocabulary {sizes.vocab_size}",
+        *_experts_lines(sizes),
         f"ranks  {degrees.num_ranks} = {mesh}",
         f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
@@ -135,6 +136,32 @@ def header(run: RunConfig, plan: StepPlan) -> str:
     if plan.is_vocabulary_assumed:
         lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)")
     return "\n".join(lines)
+
+
+def params_text(sizes: ModelSizes) -> str:
+    """Return the number of parameters, and how many of them a token uses if it does not use all."""
+    text = f"{human_count(num_elements(param_specs(sizes)))} parameters"
+    return text if sizes.experts is None else f"{text}, {human_count(num_active(sizes))} active"
+
+
+def _heads(sizes: ModelSizes) -> str:
+    latent = sizes.latent
+    if latent is None:
+        return f"{sizes.num_heads} heads ({sizes.num_kv_heads} kv)"
+    return f"{sizes.num_heads} heads (keys of {latent.qk_dim}, values of {latent.value_dim}, from {latent.kv_rank})"
+
+
+def _experts_lines(sizes: ModelSizes) -> list[str]:
+    """Return a line about the experts, which every other figure counts as loaded evenly."""
+    experts = sizes.experts
+    if experts is None:
+        return []
+    shared = f" and {experts.shared} shared" if experts.shared else ""
+    layers = len(sizes.expert_layers)
+    return [
+        f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token uses "
+        f"{experts.per_token} of them{shared}"
+    ]
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:

@@ -39,7 +39,8 @@ def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console:
     # narrow terminal breaks the lines.
     width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     Console(file=console.file, width=max(width, console.width)).print(table)
-    cuts = " rows, columns: each rank of the axis holds a block; whole: each rank holds all." if placed[0].cuts else ""
+    dims = "rows, columns" if work.sizes.experts is None else "rows, columns, experts"
+    cuts = f" {dims}: each rank of the axis holds a block; whole: each rank holds all." if placed[0].cuts else ""
     print_text(console, f"Gradients, once they are reduced, and moments are placed like their parameters.{cuts}")
     return True
 

@@ -6,6 +6,7 @@ is its bound. Only bytes that must be moved are counted: inputs are read and res
 within a kernel do not count. This module does not import torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -47,9 +48,13 @@ def step_work(work: Workload, optimizer: StateBytes) -> list[Work]:
     layers = work.sizes.num_layers / work.degrees.pp * micro_batches
     heads = micro_batches / work.degrees.pp
     kinds = [
-        Work("products of layers", layers * _block_flops(work), layers * _block_bytes(work)),
+        Work(
+            "products of layers",
+            layers * _of_mean(work, _block_flops),
+            layers * _of_mean(work, _block_bytes),
+        ),
         Work("attention", layers * _attention_flops(work), layers * _attention_bytes(work)),
-        Work("norms, SwiGLU, sums", 0.0, layers * _elementwise_bytes(work)),
+        Work("norms, SwiGLU, sums", 0.0, layers * _of_mean(work, _elementwise_bytes)),
         Work("head and loss", heads * _head_flops(work), heads * _head_bytes(work)),
         Work("optimizer", 0.0, _optimizer_bytes(work, optimizer)),
     ]
@@ -89,26 +94,48 @@ def roofline_table(work: Workload, optimizer: StateBytes, gpu: Gpu) -> Table:
     return table
 
 
-def _block_shapes(work: Workload) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of a layer on a rank."""
-    matrices = [param for param in block_params(work.sizes, has_experts=False) if param.is_matrix]
-    return [param.rank_shape(work.sizes, work.degrees.tp) for param in matrices]
+def _of_mean(work: Workload, figure: Callable[[Workload, bool], float]) -> float:
+    """Return the mean of a figure over dense layers and layers with experts."""
+    layers = work.sizes.layer_kinds(range(work.sizes.num_layers))
+    return sum(count * figure(work, has_experts) for has_experts, count in layers) / work.sizes.num_layers
 
 
-def _block_flops(work: Workload) -> float:
-    return 2.0 * PRODUCTS * work.tokens * sum(rows * columns for rows, columns in _block_shapes(work))
+def _matrices(work: Workload, has_experts: bool) -> list[tuple[int, int, int, int]]:
+    """Return the matrices of a layer on a rank: number of rows that each multiplies, rows, columns,
+    and number of such matrices. With experts, every row is multiplied by one of several matrices.
+    """
+    tp = work.degrees.tp
+    found = []
+    for param in block_params(work.sizes, has_experts=has_experts):
+        if param.is_stacked and work.sizes.experts is not None:
+            rows, columns = param.shape(work.sizes)
+            num_rows = work.tokens * work.sizes.experts.per_token
+            found.append((num_rows, rows, columns, param.num_copies(work.sizes)))
+        elif param.is_matrix:
+            found.append((work.tokens, *param.rank_shape(work.sizes, tp), 1))
+    return found
 
 
-def _block_bytes(work: Workload) -> float:
-    """Each product reads two of input, result and weights, and writes the third."""
-    numel = sum(work.tokens * (rows + columns) + rows * columns for rows, columns in _block_shapes(work))
+def _block_flops(work: Workload, has_experts: bool) -> float:
+    matrices = _matrices(work, has_experts)
+    return 2.0 * PRODUCTS * sum(num_rows * rows * columns for num_rows, rows, columns, _ in matrices)
+
+
+def _block_bytes(work: Workload, has_experts: bool) -> float:
+    """Each product reads two of input, result and weights, and writes the third. The weights of all
+    experts are read, because with many tokens each expert is chosen.
+    """
+    numel = sum(
+        num_rows * (rows + columns) + count * rows * columns
+        for num_rows, rows, columns, count in _matrices(work, has_experts)
+    )
     return float(PRODUCTS * work.compute_itemsize * numel)
 
 
 def _attention_flops(work: Workload) -> float:
     """The causal half of the scores and values, and of the scores that the backward's kernel computes again."""
     flops = flops_per_token(work.sizes, work.seq_len)
-    whole = (flops.attention + flops.recomputed) / work.sizes.num_layers
+    whole = (flops.attention + flops.recomputed + flops.padding) / work.sizes.num_layers
     return 0.5 * whole * work.tokens / work.degrees.tp
 
 
@@ -119,17 +146,40 @@ def _attention_bytes(work: Workload) -> float:
     return float(work.compute_itemsize * (forward + backward))
 
 
-def _elementwise_bytes(work: Workload) -> float:
-    """Of a layer: two norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once."""
+def _elementwise_bytes(work: Workload, has_experts: bool) -> float:
+    """Of a layer: two norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once. With
+    experts also the copies of a token's row for each of its experts, and the sum of their results.
+    """
     stream = work.stream_tokens * work.sizes.dim
-    hidden = work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
     # A norm reads stream and branch and writes the sum and its norm; backward it reads three and writes one.
     norms = 2 * (4 + 4) * stream
     # The forward reads the gate and up tensors and writes their product. The backward reads three
     # tensors of this size and writes two.
-    swiglu = (3 + 5) * hidden
+    swiglu = (3 + 5) * _hidden_numel(work, has_experts)
     rope = (2 + 2) * (work.q_numel + work.kv_numel)
-    return float(work.compute_itemsize * (norms + swiglu + rope))
+    return float(work.compute_itemsize * (norms + swiglu + rope + _moved_numel(work, has_experts)))
+
+
+def _hidden_numel(work: Workload, has_experts: bool) -> int:
+    """Number of elements of one hidden tensor of a layer's feed-forwards."""
+    experts = work.sizes.experts
+    if has_experts and experts is not None:
+        return work.tokens * (experts.per_token + experts.shared) * experts.dim
+    return work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
+
+
+def _moved_numel(work: Workload, has_experts: bool) -> int:
+    """Number of elements that are read or written where a token's row goes to its experts, and their results come back.
+
+    The forward reads a token's row and writes its copies, reads the results and writes their sum. The backward reads a
+    gradient, and the results for the gradients of the weights, and writes a gradient for each result; then it reads the
+    gradients of the copies and writes their sum.
+    """
+    experts = work.sizes.experts
+    if not has_experts or experts is None:
+        return 0
+    of_tokens = work.tokens * work.sizes.dim
+    return (2 + 2) * of_tokens + (2 + 3) * of_tokens * experts.per_token
 
 
 def _again_flops(work: Workload) -> float:

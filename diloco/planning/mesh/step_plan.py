@@ -73,6 +73,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
         ),
         compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
         deals_matrices=run.optimizer.name == "muon",
+        balance=run.optimizer.balance,
     )
     return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic.expected import OTHER, TrafficRow, expected_traffic
+from inner.measure.traffic.expected import ALL_RANKS, OTHER, TrafficRow, axis_of_all_ranks, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
@@ -78,6 +78,8 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
         for axes in combinations
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
+    if work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS:
+        by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
     if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
         by_axes["ends of pp"] = [[group[0], group[-1]] for group in by_axes["pp"]]
     return by_axes
@@ -112,6 +114,8 @@ def _what(row: TrafficRow, work: Workload) -> str:
         return "Muon's matrices"
     if row.axis == "dp_replicate" and row.op == "all_gather":
         return "Muon's updates"
+    if row.axis == ALL_RANKS or (row.axis in ("fsdp", "cp") and row.op == "all_reduce"):
+        return "loads of experts"
     if row.axis == "cp":
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":

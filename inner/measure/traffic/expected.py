@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
-from inner.measure.workload import FsdpParamGroup, Workload
+from inner.measure.workload import FP32, FsdpParamGroup, Workload
 from inner.mesh import Degrees
 from inner.model.block_params import block_params
 from inner.model.stage import Stage
@@ -15,8 +15,14 @@ GRADIENT_BYTES = 4
 """Bytes per element of gradients, which are reduced in fp32."""
 OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
+ALL_RANKS = "all ranks"
+"""Axis name for the group of all ranks of a mesh with several axes of more than one rank."""
 SCALARS = "scalars"
 """Name of collectives of a few bytes, such as losses, norms and counts. They are not predicted."""
+SCALARS_BYTES = 64
+"""Collectives of at most this size are counted as SCALARS."""
+COUNT_BYTES = 8
+"""Bytes of a number that all ranks sum in fp64."""
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +69,9 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
         _count_tensor(tally, work, stage)
         _count_context(tally, work, stage)
         _count_pipeline(tally, work, stage)
+        _count_loads(tally, work, stage)
     _count_replicated(tally, work, work.stages_at(pp_rank))
+    _count_routing(tally, work)
     _count_tied(tally, work, pp_rank)
     if work.deals_matrices:
         for exchange in list_exchanges(work, work.stages_at(pp_rank)):
@@ -77,11 +85,12 @@ class _Tally:
     def __init__(self, degrees: Degrees) -> None:
         self._num_ranks = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp")}
         self._num_ranks[OTHER] = 2
+        self._num_ranks[ALL_RANKS] = degrees.num_ranks
         self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def add(self, axis: str, op: str, calls: int, size: int) -> None:
         """Add `calls` of an operation with `size` bytes of input each."""
-        if calls == 0 or size == 0 or self._num_ranks[axis] == 1:
+        if calls == 0 or size <= SCALARS_BYTES or self._num_ranks[axis] == 1:
             return
         before = self._totals.get((axis, op), (0, 0))
         self._totals[axis, op] = before[0] + calls, before[1] + calls * sent_bytes(op, size, self._num_ranks[axis])
@@ -96,12 +105,14 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
     reduced over replicas only in the last micro-batch.
     """
     reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
-    ends = (work.embedding(stage), gathers.embedding), (work.root(stage), gathers.root)
-    for group, count in (*ends, *[(work.block, gathers.block)] * len(stage.layers)):
+    groups = [(work.embedding(stage), gathers.embedding, 1), (work.root(stage), gathers.root, 1)]
+    for has_experts, num_layers in work.layer_kinds([stage]):
+        groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
+    for group, count, times in groups:
         shard = group.shard_numel(work.degrees.fsdp)
-        tally.add("fsdp", "all_gather", count, shard * work.compute_itemsize)
-        tally.add("fsdp", "reduce_scatter", reduces, shard * work.degrees.fsdp * GRADIENT_BYTES)
-        tally.add("dp_replicate", "all_reduce", 1, shard * GRADIENT_BYTES)
+        tally.add("fsdp", "all_gather", times * count, shard * work.itemsize(group))
+        tally.add("fsdp", "reduce_scatter", times * reduces, shard * work.degrees.fsdp * GRADIENT_BYTES)
+        tally.add("dp_replicate", "all_reduce", times, shard * GRADIENT_BYTES)
 
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
@@ -133,12 +144,14 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
     sizes = work.sizes
     tp = work.degrees.tp
     splits_stream = work.parallel.splits_stream(tp)
-    everywhere = [param for param in block_params(sizes, has_experts=False) if param.is_on_all_ranks(sizes, tp)]
-    # If the stream is whole on each rank, norms see the same values on all ranks and have the same
-    # gradients.
-    summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
-    block = [param.rank_shape(sizes, tp) for param in summed]
-    shapes = [shape for stage in stages for shape in block * len(stage.layers)]
+    shapes: list[tuple[int, int]] = []
+    for has_experts, count in work.layer_kinds(stages):
+        params = block_params(sizes, has_experts=has_experts)
+        everywhere = [param for param in params if param.is_on_all_ranks(sizes, tp)]
+        # If the stream is whole on each rank, norms see the same values on all ranks and have the
+        # same gradients.
+        summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
+        shapes += [param.rank_shape(sizes, tp) for param in summed] * count
     shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
     shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
@@ -176,6 +189,33 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
     else:
         tally.add("cp", "all_to_all", forwards + backwards, (q_numel + kv_numel) * itemsize)
         tally.add("cp", "all_to_all", forwards + backwards, q_numel * itemsize)
+
+
+def _count_loads(tally: _Tally, work: Workload, stage: Stage) -> None:
+    """Count the sums of the experts' loads over the ranks that share a sequence, of which the
+    sequence loss needs one per layer and micro-batch. A repeated forward does not sum again.
+    """
+    if work.sizes.experts is None or not work.balance.sequence_loss:
+        return
+    num_layers = dict(work.layer_kinds([stage])).get(True, 0)
+    loads = FP32 * work.micro_batch * work.sizes.experts.number
+    tally.add("cp", "all_reduce", work.num_micro_batches * num_layers, loads)
+
+
+def _count_routing(tally: _Tally, work: Workload) -> None:
+    """Count the sum over all ranks of what the routers did in a step: counts of each layer's
+    experts, and three other numbers (inner/optim/expert_balance.py).
+    """
+    if work.sizes.experts is None:
+        return
+    size = COUNT_BYTES * len(work.sizes.expert_layers) * (work.sizes.experts.number + 3)
+    tally.add(axis_of_all_ranks(work.degrees), "all_reduce", 1, size)
+
+
+def axis_of_all_ranks(degrees: Degrees) -> str:
+    """Return the axis that has all ranks of the mesh, or ALL_RANKS if no single axis has them."""
+    axes = ("pp", "dp_replicate", "fsdp", "tp")
+    return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_ranks), ALL_RANKS)
 
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:

@@ -11,7 +11,9 @@ from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
 @dataclass
 class StageGathers:
-    """Number of all-gathers of a stage in one inner step, see Workload.embedding, .root and .block."""
+    """Number of all-gathers in one inner step of a stage's embedding, of its root, and of each group
+    of one of its layers, see Workload.
+    """
 
     embedding: int = 0
     root: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from inner.measure.workload import Workload
+from inner.model.block_params import BlockParam, block_params
 from inner.model.stage import Stage
 
 FP32 = 4
@@ -32,34 +33,30 @@ class Exchange(NamedTuple):
 
 def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[Exchange]:
     """Yield Muon's exchanges for the matrices of these stages' layers, if one param group has them
-    all.
+    all. The matrices of experts are whole on their ranks, and are not sent.
     """
-    num_layers = sum(len(stage.layers) for stage in stages)
-    for kind, count in _matrix_kinds(work).items():
-        yield from _exchanges_of(work, kind, -(-count * num_layers // _num_ranks(work)))
+    kinds: Counter[MatrixKind] = Counter()
+    for has_experts, num_layers in work.layer_kinds(stages):
+        for param in block_params(work.sizes, has_experts=has_experts):
+            if param.is_matrix and not param.is_stacked:
+                kinds[_kind_of(work, param)] += num_layers
+    for kind, count in kinds.items():
+        yield from _exchanges_of(work, kind, -(-count // _num_ranks(work)))
+
+
+def _kind_of(work: Workload, matrix: BlockParam) -> MatrixKind:
+    rows, cols = matrix.shape(work.sizes)
+    tp = work.degrees.tp
+    if tp == 1:
+        return MatrixKind(rows, cols, 0)
+    if matrix.is_on_all_ranks(work.sizes, tp):
+        return MatrixKind(rows, cols, None)
+    return MatrixKind(rows, cols, 0 if matrix.is_input else 1)
 
 
 def _num_ranks(work: Workload) -> int:
     """Return the number of ranks over which a stage's parameters are spread."""
     return work.degrees.dp_replicate * work.degrees.fsdp * work.degrees.tp
-
-
-def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
-    """Count the matrices of a layer by kind."""
-    sizes = work.sizes
-    is_split = work.degrees.tp > 1
-    by_rows = 0
-    by_cols = 1 if is_split else 0
-    of_kv = None if sizes.num_kv_heads < work.degrees.tp else by_rows
-    return Counter(
-        [
-            MatrixKind(sizes.q_dim, sizes.dim, by_rows),
-            MatrixKind(sizes.dim, sizes.q_dim, by_cols),
-            *[MatrixKind(sizes.kv_dim, sizes.dim, of_kv)] * 2,
-            *[MatrixKind(sizes.ffn_dim, sizes.dim, by_rows)] * 2,
-            MatrixKind(sizes.dim, sizes.ffn_dim, by_cols),
-        ]
-    )
 
 
 def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:

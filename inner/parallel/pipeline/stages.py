@@ -12,9 +12,11 @@ A rank holds `stages_per_rank` stages. With pp = 2, the ranks of the stages are:
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 from inner.config import ParallelConfig, Schedule
 from inner.errors import InputError
+from inner.flops import LayerCosts
 from inner.model.stage import Stage
 
 TORCH_NAMES: dict[Schedule, str] = {
@@ -36,25 +38,28 @@ EQUAL_ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubb
 """Schedules that process the micro-batches in equal rounds."""
 
 
-def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int, head_layers: float) -> list[Stage]:
+def plan_stages(parallel: ParallelConfig, costs: LayerCosts, pp: int) -> list[Stage]:
     """Return all stages in the order of the model; each layer is in exactly one. Raises InputError
     with a cure.
 
-    The slowest stage is made as fast as possible. The head is counted as `head_layers` layers, see
-    inner/flops.py, and the embedding is not counted. With pp = 1 the whole model is one stage,
-    whatever the schedule.
+    The slowest stage is made as fast as possible. `costs` are those of inner/flops.py; the embedding
+    is not counted. With pp = 1 the whole model is one stage, whatever the schedule.
 
-    layers  pp  stages_per_rank  head_layers  ->
-         6   2                1          0.1  3 3
-         7   2                1          0.1  4 3
-        16   4                1          3.7  5 5 5 1
-        32   4                1          1.8  8 8 9 7
+    layers           costs  pp  stages_per_rank  head  ->
+         6        all 1      2                1   0.1  3 3
+         7        all 1      2                1   0.1  4 3
+        16        all 1      4                1   3.7  5 5 5 1
+        32        all 1      4                1   1.8  8 8 9 7
+         6  1 1 1 3 3 3      2                1   0.1  4 2
     """
+    num_layers = len(costs.layers)
     if pp == 1:
         return [Stage(0, range(num_layers), is_first=True, is_last=True)]
     num_stages = pp * _stages_per_rank(parallel)
     if parallel.layers_per_stage is None:
-        counts = _even_split(num_layers, num_stages, pp, head_layers)
+        _check_num_layers(num_layers, num_stages, pp)
+        split = _split_evenly if costs.is_even else _split_by_cost
+        counts = split(costs, num_stages)
     else:
         counts = _check_split(parallel.layers_per_stage, num_layers, num_stages, pp)
     ends = [sum(counts[: index + 1]) for index in range(num_stages)]
@@ -113,10 +118,7 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
     return got or (1 if parallel.schedule in ONE_STAGE_PER_RANK else 2)
 
 
-def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -> list[int]:
-    """Return the number of layers of each stage. Each layer goes to the lightest stage, so that the
-    largest load is smallest.
-    """
+def _check_num_layers(num_layers: int, num_stages: int, pp: int) -> None:
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
@@ -124,15 +126,44 @@ def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -
             f"island.parallel.stages_per_rank ({per_rank}) = {num_stages}; set island.mesh.pp to "
             f"{max(1, num_layers // per_rank)} or less, or model.num_layers to {num_stages} or more"
         )
+
+
+def _split_evenly(costs: LayerCosts, num_stages: int) -> list[int]:
+    """Return the number of layers of each stage, for layers that cost the same. Each layer goes to
+    the lightest stage, so that the largest load is smallest.
+    """
     last = num_stages - 1
     layers = [1] * num_stages
-    loads = [1 + head_layers * (index == last) for index in range(num_stages)]
-    for _ in range(num_layers - num_stages):
+    loads = [1 + costs.head * (index == last) for index in range(num_stages)]
+    for _ in range(len(costs.layers) - num_stages):
         # Among equally light stages take the last, which has fewer micro-batches in flight.
         lightest = min(range(num_stages), key=lambda index: (loads[index], -index))
         layers[lightest] += 1
         loads[lightest] += 1
     return layers
+
+
+def _split_by_cost(costs: LayerCosts, num_stages: int) -> list[int]:
+    """Return the number of layers of each stage, for layers that cost differently. The largest load
+    is smallest; of the splits with this load, one whose loads are about even is taken.
+    """
+    num_layers = len(costs.layers)
+    before = [0.0, *accumulate(costs.layers)]
+    # By number of layers: the best split of the first layers over the stages so far, as its largest
+    # load, the sum of its squared loads, and its layers by stage.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(num_stages):
+        head = costs.head if stage == num_stages - 1 else 0.0
+        extended: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
+            choices = []
+            for begin, (largest, squares, counts) in best.items():
+                if begin < end:
+                    load = before[end] - before[begin] + head
+                    choices.append((max(largest, load), squares + load * load, [*counts, end - begin]))
+            extended[end] = min(choices)
+        best = extended
+    return best[num_layers][2]
 
 
 def _check_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: int) -> list[int]:

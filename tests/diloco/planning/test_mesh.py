@@ -158,6 +158,25 @@ def test_a_thousand_ranks_stay_on_a_page():
     assert len(picture(THOUSAND, width=100)) < 60
 
 
+EXPERTS = [
+    "model={preset: 1m-experts}",
+    "islands=[]",
+    "island={ranks: 8, micro_batch: 2, mesh: {pp: 2, dp_shard: 2, cp: 2}}",
+]
+
+
+def test_of_a_mixture_the_header_says_what_a_token_uses():
+    lines = picture(EXPERTS)
+    assert "model  330k parameters, 182k active: 3 layers, dim 64, 4 heads (2 kv), vocabulary 260" in lines
+    assert "       2 layers have 8 experts of width 64; a token uses 2 of them and 1 shared" in lines
+
+
+def test_of_a_mixture_all_ranks_sum_the_loads_of_experts():
+    (line,) = [line for line in picture(EXPERTS) if "loads of experts" in line]
+    # Two layers of eight experts, each with three more numbers, in fp64; a ring of eight ranks.
+    assert line.split() == ["all", "ranks", "1", "x", "8", "0-7", "loads", "of", "experts", "1", "308", "B"]
+
+
 def test_the_header_says_what_is_trained_and_on_what():
     assert picture([])[:4] == [
         "four-dimensions, island-0",

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -22,6 +23,7 @@ from inner.model.sizes import ModelSizes, OwnModel
 from inner.parallel.build import Layout, build_stages
 from inner.params import local_tensor
 from tests.harness import run_ranks
+from tests.parity.meshes import LATENT, MIXTURE
 
 FOUR = Path(__file__).parents[3] / "configs/four-dimensions.yaml"
 SIZES = ModelSizes(dim=32, num_layers=5, num_heads=4, num_kv_heads=2, ffn_dim=50, vocab_size=61, tie_embeddings=True)
@@ -47,6 +49,8 @@ def held_by(rank: int, model: ModelSizes | OwnModel, degrees: Degrees, parallel:
         (SIZES, Degrees(pp=2, tp=2), "1f1b"),
         (SIZES, Degrees(dp_shard=2, tp=2), "1f1b"),
         (SIZES, Degrees(pp=2, dp_shard=2), "zbv"),
+        (MIXTURE, Degrees(pp=2, dp_shard=4), "1f1b"),
+        (replace(LATENT, experts=None), Degrees(dp_shard=2, tp=2), "1f1b"),
         (OWN, Degrees(dp_replicate=2, dp_shard=2), "1f1b"),
     ],
     ids=str,
@@ -58,6 +62,14 @@ def test_the_first_rank_of_each_pp_coordinate_holds_what_is_listed(model, degree
     for pp in range(degrees.pp):
         listed = [(each.name, each.local_shape) for each in placed if each.pp == pp]
         assert listed == ranks[pp * degrees.num_ranks // degrees.pp]
+
+
+def test_experts_are_spread_whole_over_the_ranks():
+    placed = apart(find_placements, MIXTURE, Degrees(dp_shard=4), ParallelConfig(), 16)
+    found = {each.name: (each.local_shape, dict(each.cuts)["fsdp"]) for each in placed}
+    # The first of four ranks holds two of six experts.
+    assert found["layers.1.ffn.experts.up_proj.weight"] == ((2, 24, 32), "experts")
+    assert found["layers.1.ffn.router.weight"] == ((2, 32), "rows")
 
 
 def test_tensor_parallelism_cuts_rows_of_the_first_matrices_and_columns_of_the_second():

@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.planning.mesh.gpus import GPUS, find_gpu
 from diloco.planning.mesh.roofline import Work, roofline_mfu, step_work
-from inner.config import ParallelConfig
+from inner.config import ExpertsConfig, ParallelConfig
 from inner.flops import flops_per_token
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import PRESETS, ModelSizes
 from inner.optim.state_bytes import STATE_BYTES
+from tests.parity.meshes import LATENT, MIXTURE
 
 SIZES = ModelSizes(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=160, vocab_size=300)
 ADAMW = STATE_BYTES["adamw"]
@@ -30,12 +31,13 @@ def kinds(work: Workload) -> dict[str, Work]:
     return {kind.name: kind for kind in step_work(work, ADAMW)}
 
 
-def test_operations_of_products_are_those_of_the_formula() -> None:
-    found = kinds(workload())
-    flops = flops_per_token(SIZES, 128)
+@pytest.mark.parametrize("sizes", [SIZES, MIXTURE, LATENT], ids=["dense", "experts", "latent attention"])
+def test_operations_of_products_are_those_of_the_formula(sizes: ModelSizes) -> None:
+    found = kinds(workload(sizes))
+    flops = flops_per_token(sizes, 128)
     products = found["products of layers"].flops + found["head and loss"].flops
     assert products == pytest.approx(256 * flops.matmul)
-    assert found["attention"].flops == pytest.approx(256 * (flops.attention + flops.recomputed) / 2)
+    assert found["attention"].flops == pytest.approx(256 * (flops.attention + flops.recomputed + flops.padding) / 2)
 
 
 class MatrixBytes(TorchDispatchMode):
@@ -61,6 +63,17 @@ def test_bytes_of_products_are_those_that_a_layer_of_this_shape_moves() -> None:
             weight = torch.randn(rows, columns, requires_grad=True)
             torch.nn.functional.linear(inputs, weight).backward(torch.ones(work.tokens, rows))
     assert kinds(work)["products of layers"].num_bytes == SIZES.num_layers * counted.total
+
+
+def test_a_product_of_experts_reads_every_expert_and_a_row_per_choice() -> None:
+    experts = ExpertsConfig(number=6, per_token=2, dim=24)
+    with_experts = replace(SIZES, experts=experts)
+    without = kinds(workload(replace(SIZES, ffn_dim=8)))["products of layers"].num_bytes
+    # Of a layer: gate, up and down of width 8 before; now six experts, two rows a token, and a router.
+    before = 3 * (256 * (64 + 8) + 64 * 8)
+    now = 3 * (512 * (64 + 24) + 6 * 64 * 24) + 256 * (64 + 6) + 64 * 6
+    found = kinds(workload(with_experts))["products of layers"].num_bytes
+    assert found == without + SIZES.num_layers * 3 * 4 * (now - before)
 
 
 def test_ranks_share_the_work_and_recomputation_adds_to_it() -> None:

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from inner.config import OptimizerConfig, ParallelConfig
+from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic.expected import SCALARS, TrafficRow, expected_traffic
 from inner.measure.workload import Workload
@@ -21,6 +21,7 @@ from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
+from tests.parity.meshes import LATENT, MIXTURE
 
 ROOT = Path(__file__).parents[3]
 
@@ -215,8 +216,55 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "1F1B and tensor": (Degrees(pp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
     "four dimensions": (Degrees(pp=2, cp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
 }
+WITH_SEQUENCE_LOSS = BalanceConfig(sequence_loss=0.1, router_z_loss=0.1)
+LATENT_ALONE = replace(LATENT, experts=None)
+CASES |= {
+    "experts": (Degrees(dp_shard=2), ParallelConfig(), MIXTURE, "float32", 2),
+    "experts, the router in fp32": (Degrees(dp_shard=4), ParallelConfig(), LATENT, "bfloat16", 2),
+    "experts, the router in fp32, blocks repeated": (
+        Degrees(dp_shard=2),
+        ParallelConfig(recompute="full"),
+        MIXTURE,
+        "bfloat16",
+        2,
+    ),
+    "experts, ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), MIXTURE, "bfloat16", 2),
+    "experts, replicas": (Degrees(dp_replicate=2), ParallelConfig(), MIXTURE, "bfloat16", 2),
+    "experts, HSDP": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), MIXTURE, "bfloat16", 2),
+    "experts, ring, loads of sequences": (
+        Degrees(cp=2, dp_shard=2),
+        ParallelConfig(recompute="full"),
+        MIXTURE,
+        "float32",
+        2,
+    ),
+    "experts, heads traded": (Degrees(cp=2, dp_shard=2), ParallelConfig(context="ulysses"), LATENT, "bfloat16", 1),
+    "experts, 1F1B": (Degrees(pp=2), ParallelConfig(), MIXTURE, "float32", 4),
+    "experts, 1F1B, ZeRO-3": (Degrees(pp=2, dp_shard=2), ParallelConfig(zero=3), MIXTURE, "bfloat16", 4),
+    "experts, zero bubble": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), LATENT, "bfloat16", 4),
+    "experts, Muon": (Degrees(dp_shard=4), ParallelConfig(), MIXTURE, "bfloat16", 2),
+    "experts, HSDP, Muon": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), LATENT, "float32", 1),
+    "latent attention, tensor parallel": (Degrees(tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
+    "latent attention, tensor without sequence parallel": (
+        Degrees(tp=2),
+        ParallelConfig(sequence_parallel=False),
+        LATENT_ALONE,
+        "float32",
+        2,
+    ),
+    "latent attention, ring and tensor": (Degrees(cp=2, tp=2), ParallelConfig(), LATENT_ALONE, "bfloat16", 2),
+    "latent attention, tensor, Muon": (Degrees(dp_shard=2, tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
+}
 SLOW = [
     "four dimensions",
+    "experts",
+    "experts, ZeRO-2",
+    "experts, replicas",
+    "experts, HSDP",
+    "experts, 1F1B",
+    "experts, HSDP, Muon",
+    "latent attention, tensor without sequence parallel",
+    "latent attention, ring and tensor",
     "1F1B, HSDP",
     "HSDP, whole gradients",
     "FSDP and tensor, whole gradients",
@@ -231,17 +279,19 @@ SLOW = [
 
 def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[TrafficRow], list[TrafficRow]]]:
     """By case: the rank's coordinate on pp, the rows counted in its second step, and the expected rows."""
-    return {name: _traffic(*case) for name, case in cases.items()}
+    return {name: _traffic(name, *case) for name, case in cases.items()}
 
 
 def _traffic(
-    degrees: Degrees, parallel: ParallelConfig, sizes: ModelSizes, dtype: str, num_micro_batches: int
+    name: str, degrees: Degrees, parallel: ParallelConfig, sizes: ModelSizes, dtype: str, num_micro_batches: int
 ) -> tuple[int, list[TrafficRow], list[TrafficRow]]:
     tokens = num_micro_batches * MICRO_BATCH * SEQ_LEN * degrees.num_data_ranks
+    balance = WITH_SEQUENCE_LOSS if name.endswith("loads of sequences") else BalanceConfig()
+    optimizer = "muon" if name.endswith("Muon") else "adamw"
     trainer = small.build_trainer(
         degrees,
         sizes,
-        OptimizerConfig(tokens_per_step=tokens),
+        OptimizerConfig(name=optimizer, tokens_per_step=tokens, balance=balance),
         parallel,
         compute_dtype=dtype,
         micro_batch=MICRO_BATCH,
@@ -259,6 +309,8 @@ def _traffic(
         micro_batch=MICRO_BATCH,
         num_micro_batches=num_micro_batches,
         compute_itemsize=2 if dtype == "bfloat16" else 4,
+        deals_matrices=optimizer == "muon",
+        balance=balance,
     )
     pp_rank = trainer.mesh.at["pp"]
     return pp_rank, [row for row in ledger.rows if row.op != SCALARS], expected_traffic(work, pp_rank)

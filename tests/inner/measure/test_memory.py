@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -7,22 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from inner.config import OptimizerConfig, ParallelConfig
+from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig
 from inner.dry_run.live_bytes import LiveBytes, plain_tensor
 from inner.measure.activations import ActivationMemory, loss_memory
 from inner.measure.advice import advice
 from inner.measure.memory import MEMORY_PARTS, MemoryEstimate, estimate_memory
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
+from inner.model.experts import recording
 from inner.model.sizes import PRESETS, ModelSizes
 from inner.parallel.one_stage import OneStage
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner import small
+from tests.parity.meshes import LATENT, MIXTURE
 
 SIZES = ModelSizes(dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
 BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=32)
+# The mixtures of the parity tests, wider. The second has latent attention.
+EXPERTS = replace(MIXTURE, dim=128, num_heads=8, ffn_dim=320, vocab_size=512)
+LATENT_EXPERTS = replace(LATENT, dim=128, num_heads=8, num_kv_heads=8, ffn_dim=320, vocab_size=512)
+LATENT_ALONE = replace(LATENT_EXPERTS, experts=None)
 SEQ_LEN, MICRO_BATCH = 64, 4
 
 
@@ -34,6 +41,7 @@ class Case:
     dtype: str = "float32"
     num_micro_batches: int = 2
     optimizer: str = "adamw"
+    balance: BalanceConfig = BalanceConfig()  # noqa: RUF009 - frozen
 
     @property
     def work(self) -> Workload:
@@ -45,6 +53,7 @@ class Case:
             micro_batch=MICRO_BATCH,
             num_micro_batches=self.num_micro_batches,
             compute_itemsize=2 if self.dtype == "bfloat16" else 4,
+            balance=self.balance,
         )
 
     def build(self) -> Trainer:
@@ -52,7 +61,7 @@ class Case:
         return small.build_trainer(
             self.degrees,
             self.sizes,
-            OptimizerConfig.model_validate({"name": self.optimizer, "tokens_per_step": tokens}),
+            OptimizerConfig(name=self.optimizer, tokens_per_step=tokens, balance=self.balance),
             self.parallel,
             compute_dtype=self.dtype,
             micro_batch=MICRO_BATCH,
@@ -114,7 +123,32 @@ MESHES = {
     "zbv, whole gradients": Case(Degrees(pp=2, dp_shard=2), _pipelined("zbv", accumulate="whole"), num_micro_batches=4),
     "four dimensions": Case(Degrees(pp=2, tp=2, dp_shard=2), ParallelConfig(), num_micro_batches=4),
 }
-CASES = GRID | MESHES
+MIXTURES = {
+    "experts": Case(sizes=EXPERTS),
+    "experts, bfloat16": Case(sizes=EXPERTS, dtype="bfloat16"),
+    "experts, losses": Case(sizes=EXPERTS, balance=BalanceConfig(sequence_loss=0.1, router_z_loss=0.1)),
+    "experts, attention": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="attention"), dtype="bfloat16"),
+    "experts, selective": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="selective")),
+    "experts, full": Case(sizes=EXPERTS, parallel=ParallelConfig(recompute="full"), dtype="bfloat16"),
+    "experts, latent": Case(sizes=LATENT_EXPERTS),
+    "experts, latent, bfloat16": Case(sizes=LATENT_EXPERTS, dtype="bfloat16"),
+    "experts, latent, selective": Case(sizes=LATENT_EXPERTS, parallel=ParallelConfig(recompute="selective")),
+    "experts, fsdp 4, bfloat16": Case(Degrees(dp_shard=4), sizes=EXPERTS, dtype="bfloat16"),
+    "experts, fsdp 4, Muon": Case(Degrees(dp_shard=4), sizes=EXPERTS, optimizer="muon"),
+    "experts, fsdp 2, full": Case(Degrees(dp_shard=2), ParallelConfig(recompute="full"), EXPERTS),
+    "experts, whole gradients": Case(Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), EXPERTS, "bfloat16"),
+    "experts, HSDP": Case(Degrees(dp_replicate=2, dp_shard=2), sizes=EXPERTS),
+    "experts, latent, ring": Case(Degrees(cp=2), sizes=LATENT_EXPERTS),
+    "experts, latent, heads traded": Case(Degrees(cp=2), ParallelConfig(context="ulysses"), LATENT_EXPERTS),
+    "experts, 1f1b": Case(Degrees(pp=2), sizes=EXPERTS, num_micro_batches=4),
+    "experts, zbv": Case(Degrees(pp=2), _pipelined("zbv"), EXPERTS, num_micro_batches=4),
+    "experts, latent, zbv, shards": Case(
+        Degrees(pp=2, dp_shard=2), _pipelined("zbv"), LATENT_EXPERTS, "bfloat16", num_micro_batches=4
+    ),
+    "latent, tensor": Case(Degrees(tp=2), sizes=LATENT_ALONE),
+    "latent, tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective"), LATENT_ALONE),
+}
+CASES = GRID | MESHES | MIXTURES
 # The default suite runs half of the grid: two cases of each kind on one process and two on two ranks; neighbouring
 # kinds together cover all four pairs of table and dtype.
 FEW = [name for number, name in enumerate(GRID) if number % 16 in (0, 1, 6, 7, 9, 10, 12, 15)]
@@ -125,6 +159,12 @@ SLOW = [
     "pipeline, whole gradients",
     "zbv, whole gradients",
     # What each of these has is in other cases, too.
+    "experts, attention",
+    "experts, latent, selective",
+    "experts, fsdp 4, Muon",
+    "experts, HSDP",
+    "experts, latent, heads traded",
+    "latent, tensor, selective",
     "biases and wide heads, tensor",
     "fsdp 4",
     "replicas",
@@ -186,7 +226,9 @@ def _kept(trainer: Trainer, window: Tensor) -> int:
     micro_batch = trainer._cutter(window)
     model, runner = trainer.model_parts[0], trainer._runner
     assert isinstance(runner, OneStage)
-    with runner._copies, LiveBytes([*model.parameters(), *model.buffers()], "cpu") as live:
+    routed = trainer._begin_routing([window])
+    step = nullcontext() if routed is None else recording([model], routed)
+    with step, runner._copies, LiveBytes([*model.parameters(), *model.buffers()], "cpu") as live:
         before = live.now
         loss = model(micro_batch.tokens_BS, targets_BS=micro_batch.targets_BS)
         left = live.now - before

@@ -8,7 +8,7 @@ import torch
 
 from inner.config import ModelConfig
 from inner.errors import InputError
-from inner.measure.param_specs import num_elements, param_specs
+from inner.measure.param_specs import num_active, num_elements, param_specs
 from inner.model.sizes import PRESETS, resolve_sizes
 from inner.model.transformer import Transformer
 
@@ -23,6 +23,20 @@ def test_closed_form_counts_the_model_exactly(name: str) -> None:
 @pytest.mark.parametrize(("name", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248)])
 def test_llama_presets_have_the_published_counts(name: str, count: int) -> None:
     assert num_elements(param_specs(PRESETS[name])) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "active"),
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek-v3", 671_026_404_352, 37_552_282_624),
+        ("8b", 8_030_261_248, 8_030_261_248),
+        ("1b", 1_235_814_400, 1_235_814_400),
+    ],
+)
+def test_a_token_uses_the_published_number_of_parameters(name: str, count: int, active: int) -> None:
+    assert num_elements(param_specs(PRESETS[name])) == count
+    assert num_active(PRESETS[name]) == active
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("m")])

@@ -2,6 +2,7 @@ import random
 import re
 import subprocess
 import sys
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from inner.config import ParallelConfig
 from inner.errors import InputError
+from inner.flops import LayerCosts, layer_costs
+from inner.model.sizes import PRESETS
 from inner.parallel.pipeline.stages import (
     ONE_STAGE_PER_RANK,
     TORCH_NAMES,
@@ -22,8 +25,13 @@ HEAD_LAYERS = 1.8
 """What the head of 8b costs, in layers."""
 
 
+def even(num_layers: int, head_layers: float = HEAD_LAYERS) -> LayerCosts:
+    return LayerCosts((1.0,) * num_layers, head_layers)
+
+
 def counts(num_layers: int, pp: int, head_layers: float = HEAD_LAYERS, **parallel: object) -> list[int]:
-    return [len(stage.layers) for stage in plan_stages(ParallelConfig(**parallel), num_layers, pp, head_layers)]
+    costs = even(num_layers, head_layers)
+    return [len(stage.layers) for stage in plan_stages(ParallelConfig(**parallel), costs, pp)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,7 @@ def random_splits() -> list[tuple[int, int, int]]:
 def test_every_layer_is_in_exactly_one_stage_in_order(random_splits):
     for num_layers, pp, stages_per_rank in random_splits:
         parallel = ParallelConfig(schedule="interleaved_1f1b", stages_per_rank=stages_per_rank)
-        stages = plan_stages(parallel, num_layers, pp, HEAD_LAYERS)
+        stages = plan_stages(parallel, even(num_layers), pp)
         assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
         assert all(len(stage.layers) > 0 for stage in stages)
 
@@ -48,7 +56,7 @@ def test_every_layer_is_in_exactly_one_stage_in_order(random_splits):
 def test_only_the_ends_hold_embedding_and_head(random_splits):
     for num_layers, pp, stages_per_rank in random_splits:
         parallel = ParallelConfig(schedule="breadth_first", stages_per_rank=stages_per_rank)
-        stages = plan_stages(parallel, num_layers, pp, HEAD_LAYERS)
+        stages = plan_stages(parallel, even(num_layers), pp)
         assert [stage.index for stage in stages] == list(range(pp * stages_per_rank))
         assert [stage.index for stage in stages if stage.is_first] == [0]
         assert [stage.index for stage in stages if stage.is_last] == [len(stages) - 1]
@@ -82,9 +90,48 @@ def test_known_splits(num_layers, pp, head_layers, parallel, expected):
     assert counts(num_layers, pp, head_layers, **parallel) == expected
 
 
+def slowest(costs: LayerCosts, split: tuple[int, ...]) -> float:
+    """The largest cost of a stage, given the number of layers of each."""
+    ends = list(accumulate(split))
+    loads = [sum(costs.layers[end - count : end]) for end, count in zip(ends, split, strict=True)]
+    loads[-1] += costs.head
+    return max(loads)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head"),
+    [
+        ((0.5, 0.5, 0.5, 1.5, 1.5, 1.5), 0.1),
+        ((0.2, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1), 3.0),
+        ((3.0, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4), 0.0),
+        ((1.0, 2.0, 3.0, 1.0, 0.5, 2.5, 0.1, 1.9), 0.7),
+    ],
+)
+def test_of_unequal_layers_no_other_split_has_a_faster_slowest_stage(layers, head):
+    costs = LayerCosts(layers, head)
+    for pp in (2, 3, 4):
+        split = tuple(len(stage.layers) for stage in plan_stages(ParallelConfig(), costs, pp))
+        every = [each for each in product(range(1, len(layers)), repeat=pp) if sum(each) == len(layers)]
+        assert sum(split) == len(layers) and min(split) >= 1
+        assert slowest(costs, split) == pytest.approx(min(slowest(costs, each) for each in every))
+
+
+def test_a_stage_of_cheap_layers_has_more_of_them():
+    costs = LayerCosts((0.5,) * 3 + (1.5,) * 3, 0.1)
+    assert [len(stage.layers) for stage in plan_stages(ParallelConfig(), costs, 2)] == [4, 2]
+
+
+def test_layers_of_one_kind_cost_exactly_one_layer():
+    for name in ("8b", "qwen3-30b-a3b"):
+        assert set(layer_costs(PRESETS[name], 4096, "full").layers) == {1.0}
+    costs = layer_costs(PRESETS["deepseek-v3"], 4096).layers
+    assert len(set(costs)) == 2 and sum(costs) == pytest.approx(61)
+    assert costs[:3] == (costs[0],) * 3 and costs[3:] == (costs[3],) * 58
+
+
 @pytest.mark.parametrize("parallel", [{}, {"schedule": "zbv"}, {"layers_per_stage": (1, 1), "stages_per_rank": 4}])
 def test_without_a_pipeline_the_model_is_one_stage(parallel):
-    (stage,) = plan_stages(ParallelConfig(**parallel), 5, 1, HEAD_LAYERS)
+    (stage,) = plan_stages(ParallelConfig(**parallel), even(5), 1)
     assert (stage.layers, stage.is_first, stage.is_last) == (range(5), True, True)
 
 
@@ -110,7 +157,7 @@ def test_without_a_pipeline_the_model_is_one_stage(parallel):
 )
 def test_an_impossible_split_says_field_value_and_cure(num_layers, pp, parallel, texts):
     with pytest.raises(InputError) as caught:
-        plan_stages(ParallelConfig(**parallel), num_layers, pp, HEAD_LAYERS)
+        plan_stages(ParallelConfig(**parallel), even(num_layers), pp)
     assert [text for text in texts if text not in str(caught.value)] == []
 
 
