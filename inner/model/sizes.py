@@ -126,7 +126,7 @@ PRESETS: dict[str, ModelSizes] = {
         experts=ExpertsConfig(number=16, per_token=2, dim=64, shared=1, dense_layers=1, scores="sigmoid"),
         latent=LatentConfig(kv_rank=32, nope_dim=16, rope_dim=16, value_dim=24),
     ),
-    # About one billion parameters are active per token, of seven: OLMoE's sizes (2409.02060) with heads as in Qwen3.
+    # OLMoE-1B-7B (2409.02060): 1.3 of 6.9 billion parameters are active per token.
     "7b-a1b": ModelSizes(
         dim=2048,
         num_layers=16,
@@ -134,7 +134,7 @@ PRESETS: dict[str, ModelSizes] = {
         num_kv_heads=16,
         ffn_dim=1024,
         vocab_size=50304,
-        qk_norm=True,
+        qk_norm="whole",
         experts=ExpertsConfig(number=64, per_token=8, dim=1024, renormalise=False),
     ),
     "qwen3-30b-a3b": ModelSizes(
