@@ -62,8 +62,9 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     """Rehearse the first, a middle and the last rank and print what they did.
 
     Returns False if a rank sent data from the wrong device. Raises ConfigError if a rehearsal
-    fails.
+    fails, or cannot be made.
     """
+    _check(plan)
     plan = replace(plan, device_type="cuda")
     num_ranks = plan.work.degrees.num_ranks
     reports = []
@@ -87,6 +88,15 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     if misplaced:
         print_text(console, "\n".join(["data sent from the wrong device:", *misplaced]), style="bold red")
     return not misplaced
+
+
+def _check(plan: StepPlan) -> None:
+    degrees = plan.work.degrees
+    if plan.work.sizes.experts is not None and degrees.has_sparse_mesh:
+        raise ConfigError(
+            f"island.mesh (tp {degrees.tp}, ep {degrees.ep}): a dry run has no values, and so no numbers of rows that "
+            "ranks of ep would send to each other; set ep and tp to 1, or leave --dry-run out"
+        )
 
 
 def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> RankReport:

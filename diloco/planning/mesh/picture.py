@@ -133,6 +133,11 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
+    if sizes.experts is not None and degrees.has_sparse_mesh:
+        lines.append(
+            f"       experts are spread over edp {degrees.edp} x ep {degrees.ep}, which the figures below leave out: "
+            "they are those of experts that are sharded like all other weights, and rows that travel are not counted"
+        )
     if plan.is_vocabulary_assumed:
         lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)")
     return "\n".join(lines)
