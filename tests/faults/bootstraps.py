@@ -15,7 +15,7 @@ from diloco.watchdog.signals import end_with_parent
 
 KINDS = {"gloo": "tcp", "tls": "tcp", "hivemind": "dht"}
 """Kind of rendezvous, by transport."""
-START_SECONDS = 120.0
+START_SECONDS = 900.0
 POLL_SECONDS = 0.02
 
 
