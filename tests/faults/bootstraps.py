@@ -58,8 +58,14 @@ class Bootstrap:
     def _start(self) -> None:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         with self._log.open("w") as log:
+            # A session of its own, as each island has: so it gets as much of a busy machine as they do.
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=end_with_parent
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                preexec_fn=end_with_parent,
+                start_new_session=True,
             )
 
     def _find_address(self) -> str | None:
