@@ -35,8 +35,10 @@ from tests.swarm import Swarm, swarm
 
 INNER_STEPS, STEP_SECONDS = 6, 0.1
 CALM_ROUNDS = 2
-GUARD_SECONDS = 240.0
-"""How long the run may take to begin, to go on to the next fault, and to end."""
+GUARD_SECONDS = 900.0
+"""How long the run may take to begin, to go on to the next fault, and to end, also where other work has the machine.
+A hang is found long before: after T without a commit.
+"""
 AFTERMATH_SECONDS = 10.0
 """For so long after a shortage a restart of the island counts as its consequence."""
 JOINED = re.compile(r"round (\d+), \d+ tokens, digest ([0-9a-f]+)")
