@@ -32,6 +32,9 @@ LISTENER = "listens"
 STARTED = "started"
 """A file in the island's folder with its start time in unix seconds. Restarts of its ranks do not change it."""
 ROUNDS_REMEMBERED = 4
+WRITE_SECONDS = 0.2
+"""`echo 9 > stop-after-round` makes an empty file first: so long the number is waited for."""
+POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def make_request(folder: Path, name: str) -> None:
 def consume_request(path: Path) -> str | None:
     """Remove a request file and return its text; None if there is no such file."""
     try:
-        text = path.read_text(errors="replace").strip()
+        text = read_request(path)
         path.unlink()
         return text
     except FileNotFoundError:
@@ -140,6 +143,16 @@ def consume_request(path: Path) -> str | None:
         # A problem of the file system must not end the training.
         log.warning("cannot accept the request %s: %s", path, error)
     return None
+
+
+def read_request(path: Path) -> str:
+    """Return the text of a request file. If it is empty, its writer may not have written yet, so
+    it is read again for WRITE_SECONDS.
+    """
+    deadline = time.monotonic() + WRITE_SECONDS
+    while not (text := path.read_text(errors="replace").strip()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return text
 
 
 def forward_request(run_dir: Path, name: str, text: str) -> None:
@@ -155,7 +168,8 @@ def forward_request(run_dir: Path, name: str, text: str) -> None:
     for lock in run_dir.glob(f"*/{LISTENER}"):
         if is_listening(lock):
             try:
-                (lock.parent / name).write_text(text)
+                # The island must not find the file while it is empty: it would leave at once.
+                write_atomically(lock.parent / name, text)
             except OSError as error:
                 log.warning("cannot forward the request %s: %s", lock.parent / name, error)
 

@@ -6,12 +6,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import ceil
 from pathlib import Path
 
 from diloco.network_emulation.namespaces import Namespace, Net, open_net
 from diloco.records.metrics import EventRecord, RoundRecord
 from diloco.records.run_folder import METRICS, Tail
+from diloco.runtime.operator_requests import STOP
+from inner.files import write_atomically
 from tests.faults import shortages
 from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.forked import OVERRIDES, POLL_SECONDS, train_at_pace
@@ -32,8 +35,10 @@ from tests.swarm import Swarm, swarm
 
 INNER_STEPS, STEP_SECONDS = 6, 0.1
 CALM_ROUNDS = 2
-GUARD_SECONDS = 240.0
-"""How long the run may take to begin, to go on to the next fault, and to end."""
+GUARD_SECONDS = 900.0
+"""How long the run may take to begin, to go on to the next fault, and to end, also where other work has the machine.
+A hang is found long before: after T without a commit.
+"""
 AFTERMATH_SECONDS = 10.0
 """For so long after a shortage a restart of the island counts as its consequence."""
 JOINED = re.compile(r"round (\d+), \d+ tokens, digest ([0-9a-f]+)")
@@ -55,7 +60,8 @@ def run_outside_faults(settings: OutsideSettings, folder: Path) -> Outcome:
         except AssertionError as error:
             outcome.failures.append(str(error))
         num_unrecorded = sum(strike.kind in KILLS for strike in outcome.strikes)
-        num_unrecorded += sum(count_rounds(strike.seconds) for strike in outcome.strikes if strike.kind == "disk")
+        full_disks = [strike for strike in outcome.strikes if strike.kind == "disk"]
+        num_unrecorded += sum(count_rounds(seconds_of(strike)) for strike in full_disks)
         # Before the islands' disks are gone.
         outcome.account = account(runner.run_dir, INNER_STEPS, num_unrecorded)
     outcome.seconds = time.monotonic() - started
@@ -65,6 +71,12 @@ def run_outside_faults(settings: OutsideSettings, folder: Path) -> Outcome:
 def count_rounds(seconds: float) -> int:
     """The most rounds that can be made in so many seconds, and the one under way."""
     return ceil(seconds / (INNER_STEPS * STEP_SECONDS)) + 1
+
+
+def seconds_of(strike: Strike) -> float:
+    """How long the fault has lasted, which is longer than it was meant to where the machine is busy."""
+    ended_at = time.time() if strike.ended_at is None else strike.ended_at
+    return ended_at - strike.at
 
 
 @contextmanager
@@ -109,6 +121,7 @@ class OutsideRunner:
         """Until when a fault lasts (monotonic), the fault, and a function that ends it and says whether it is over."""
         self._down: set[int] = set()
         """Islands whose launcher was killed or asked to leave and is not started again yet."""
+        self._is_bootstrap_starting = False
         self._num_restarts: dict[int, int] = {}
         self._look_at = 0.0
 
@@ -178,7 +191,7 @@ class OutsideRunner:
             return lambda: done(lambda: send(pid, signal.SIGCONT))
         if fault.kind == "bootstrap":
             self._bootstrap.kill()
-            return lambda: done(lambda: self._restart_bootstrap(strike))
+            return partial(self._restart_bootstrap, strike)
         net, some = self._net, [self._places[index]]
         if fault.kind in SHORTAGES:
             end = self._begin_shortage(fault.kind, island)
@@ -212,9 +225,16 @@ class OutsideRunner:
         self.start(index)
         return True
 
-    def _restart_bootstrap(self, strike: Strike) -> None:
-        self._bootstrap.restart()
+    def _restart_bootstrap(self, strike: Strike) -> bool:
+        """Start the bootstrap process at the first call. Other faults end while it starts."""
+        if not self._is_bootstrap_starting:
+            self._bootstrap.begin_restart()
+            self._is_bootstrap_starting = True
+        if not self._bootstrap.is_back():
+            return False
+        self._is_bootstrap_starting = False
         strike.back = 0.0
+        return True
 
     # -- watching -----------------------------------------------------------------------------------------------
 
@@ -304,7 +324,8 @@ class OutsideRunner:
         last = 3 + max(commits[-1].round for commits in self._commits.values())
         for index, island in self.islands.items():
             self._down.add(index)
-            (island.folder / "stop-after-round").write_text(str(last))
+            # An island that finds the file while it is empty leaves at once.
+            write_atomically(island.folder / STOP, str(last))
         self._until(lambda: all(island.exit_code is not None for island in self.islands.values()), "the end")
         self._poll()
         for index, island in self.islands.items():

@@ -7,7 +7,6 @@ systems of an island's own, which `own_disk` and `own_shared_memory` make; they 
 import ctypes
 import os
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +46,7 @@ def threads(pids: Sequence[int], group: str) -> End:
             for pid in members:
                 with suppress(ProcessLookupError):
                     (PIDS / "cgroup.procs").write_text(pid)
-        shutil.rmtree(folder)
+        folder.rmdir()  # The kernel's files in it cannot be unlinked, and go with it.
 
     return end
 

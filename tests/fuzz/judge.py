@@ -4,7 +4,7 @@ import re
 import time
 
 from tests.fuzz.entries import Entry
-from tests.memory import read_status, reset_peak
+from tests.memory import own_peak
 
 MOST_BYTES = 20_000_000
 TRIES = 5
@@ -44,7 +44,7 @@ def _seconds_of(entry: Entry, body: bytes) -> float:
 
 def _decode_and_measure(entry: Entry, body: bytes) -> tuple[str, int]:
     """Decode the input. Returns what came of it, and by how many bytes the process grew meanwhile."""
-    reset_peak()
-    before = read_status("VmHWM")
+    peak = own_peak()
+    before = peak.reset()
     outcome = _decode(entry, body)
-    return outcome, read_status("VmHWM") - before
+    return outcome, peak.read() - before

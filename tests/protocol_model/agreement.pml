@@ -6,6 +6,7 @@
  *   CRASHES   islands that die at most         RESTARTS  islands that come back at most
  *   FREEZES   islands that stand still at most QUORUM    outer.quorum
  *   LIAR      the island that lies             COORDINATOR  votes go through the planner
+ *   LIVENESS, ENDS  check also that the round ends
  * /
  */
 #ifndef QUORUM
@@ -152,12 +153,93 @@ bit told_all[N];              /* for a planner: it has told that all have acknow
 inline begin_attempt(i) {
     state[i] = GATHERING;
     planner_of[i] = NONE;
+    forget_votes(i);
+    forget_lists(i)
+}
+
+/* What is set back here and below is read by no rule any more: states that differ in it alone are
+ * one state. */
+inline forget_votes(i) {
+#ifdef COORDINATOR
+    listed[i] = 0;
+#endif
     receipts[i] = 0;
     answers[i] = 0;
     known_lost[i] = 0;
     refused[i] = 0;
-    bound[i] = 0;
-    forget_lists(i)
+    bound[i] = 0
+}
+
+/* What the liar has told counts while an island waits for votes. */
+inline forget_liar(i) {
+#ifdef LIAR
+    told[AT(i)] = 0;
+    heard[AT(i)] = heard[AT(i)] & ~BIT(LIAR)
+#else
+    skip
+#endif
+}
+
+/* An island that waits for no votes hears those of islands that wait for its receipt. */
+#if FREEZES > 0 || defined(HELD_CERTIFICATE)
+#define NEEDS(i, k) true
+#else
+#define NEEDS(i, k) (state[i] == VOTING || PASSES_ON(i) || AWAITS(i, k))
+#endif
+#ifdef COORDINATOR
+#define PASSES_ON(i) (joined[AT(i)] == (i) + 1)
+#else
+#define PASSES_ON(i) false
+#endif
+#define AWAITS(i, k) (state[k] == VOTING && !dead[k] && attempt[k] == attempt[i])
+#define HELD(i, k) (HOLDS_VOTE(i, k) && NEEDS(i, k) -> BIT(k) : 0)
+#if N == 3
+#define HELD_SET(i) (HELD(i, 0) + HELD(i, 1) + HELD(i, 2))
+#else
+#define HELD_SET(i) (HELD(i, 0) + HELD(i, 1) + HELD(i, 2) + HELD(i, 3))
+#endif
+inline forget_heard() {
+    d_step {
+        for (slot : 0 .. N - 1) {
+            if
+            :: state[slot] != COMMITTED && state[slot] != REDUCING && state[slot] != GATHERING ->
+                heard[AT(slot)] = HELD_SET(slot)
+            :: else
+            fi
+        }
+        slot = 0
+    }
+}
+
+/* Who may still read what was said in attempt a: those that have not gone beyond it. */
+#define MAY_COME(k) (!dead[k] || restarts < RESTARTS)
+#define READS(a, k) (MAY_COME(k) && !LIES(k) && attempt[k] <= (a) \
+    && (GONE(k) || state[k] < COMMITTED))
+#define IS_READ(a) ANY(READS, a)
+hidden byte old;
+hidden byte slot;
+inline forget_attempts() {
+#if A > 1
+    d_step {
+        for (old : 0 .. A - 1) {
+            if
+            :: IS_READ(old)
+            :: else ->
+                for (slot : 0 .. N - 1) {
+                    joined[old * N + slot] = 0;
+                    vote[old * N + slot] = 0;
+                    told[old * N + slot] = 0;
+                    heard[old * N + slot] = 0
+                }
+                for (slot : 0 .. PLANS - 1) { members[old * PLANS + slot] = 0 }
+            fi
+        }
+        old = 0;
+        slot = 0
+    }
+#else
+    skip
+#endif
 }
 
 inline forget_lists(i) {
@@ -179,19 +261,28 @@ inline forget_lists(i) {
 inline abort_attempt(i) {
     printf("island %d aborts attempt %d\n", i, attempt[i]);
     check_abort(i);
+    forget_liar(i);
+    state[i] = STOPPED;
+    forget_heard();
     attempt[i]++;
     begin_attempt(i);
     if
     :: ABORT_ENDS -> state[i] = WAITS_FOR_EVER
     :: !ABORT_ENDS && attempt[i] >= A -> out_of_room = 1; attempt[i] = A - 1; state[i] = STOPPED
     :: else
-    fi
+    fi;
+    forget_attempts()
 }
 
 inline commit(i) {
     printf("island %d commits attempt %d\n", i, attempt[i]);
     check_commit(i);
-    state[i] = COMMITTED
+    state[i] = COMMITTED;
+    heard[AT(i)] = PLAN(i);   /* Its certificate has the votes of all: it acknowledges each. */
+    forget_liar(i);
+    forget_votes(i);
+    forget_heard();
+    forget_attempts()
 }
 
 #include "gathering.pml"
@@ -234,6 +325,9 @@ init {
             fi
         }
         run Faults();
+#ifdef ENDS
+        run Watch();
+#endif
 #ifdef LIAR
         run Liar();
 #endif

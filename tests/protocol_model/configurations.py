@@ -31,6 +31,7 @@ BLAME = "blame.pml"
 VOTES_3 = "N=3 A=1 VOTES_ONLY"
 VOTES_4 = "N=4 A=1 VOTES_ONLY"
 ROUND_3 = "N=3 A=3 QUORUM=2"
+ROUND_4 = "N=4 A=2 QUORUM=3"
 RUN_3 = "N=3 ROUNDS=2 QUORUM=2"
 
 
@@ -45,6 +46,11 @@ CONFIGURATIONS = (
     quick("votes through the planner: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2 COORDINATOR"),
     quick("votes through the planner: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR"),
     quick(
+        "votes through the planner: 2 crashes, a loss leads to an outcome query",
+        AGREEMENT,
+        f"{VOTES_3} CRASHES=2 COORDINATOR LOSS_BINDS ENDS",
+    ),
+    quick(
         "votes through the planner: a freeze, a loss leads to an outcome query",
         AGREEMENT,
         f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS",
@@ -56,12 +62,33 @@ CONFIGURATIONS = (
     Configuration("round: a freeze", AGREEMENT, "N=3 A=2 QUORUM=2 FREEZES=1"),
     Configuration("round: a liar that plans", AGREEMENT, "N=3 A=1 LIAR=0"),
     quick("round ends: a crash", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS"),
-    Configuration("votes: a crash", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=8"),
+    quick("round ends: a crash", AGREEMENT, f"{ROUND_3} CRASHES=1 ENDS"),
+    quick("round ends: a crash and a restart", AGREEMENT, f"{ROUND_3} CRASHES=1 RESTARTS=1 ENDS"),
+    quick("round ends: a freeze", AGREEMENT, "N=3 A=2 QUORUM=2 FREEZES=1 LOSS_BINDS ENDS"),
+    quick("votes end: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS ENDS"),
+    quick("votes end: a liar and a crash", AGREEMENT, f"{VOTES_3} LIAR=2 CRASHES=1 ENDS"),
+    Configuration("votes: a crash", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=8 ENDS"),
+    Configuration("votes: 2 crashes", AGREEMENT, f"{VOTES_4} CRASHES=2 MORTAL=12 ENDS"),
+    Configuration("votes: 3 crashes", AGREEMENT, f"{VOTES_4} CRASHES=3 MORTAL=14 ENDS"),
+    Configuration("votes: a liar", AGREEMENT, f"{VOTES_4} LIAR=3 ENDS"),
+    Configuration("votes: a liar and a crash", AGREEMENT, f"{VOTES_4} LIAR=3 CRASHES=1 MORTAL=4 ENDS"),
     Configuration("votes: a freeze", AGREEMENT, f"{VOTES_4} FREEZES=1 MORTAL=8"),
-    Configuration("votes: a liar", AGREEMENT, f"{VOTES_4} LIAR=3", search="bitstate"),
     Configuration(
-        "votes through the planner: the planner crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR"
+        "votes through the planner: the planner crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR ENDS"
     ),
+    Configuration(
+        "votes through the planner: another crashes",
+        AGREEMENT,
+        f"{VOTES_4} CRASHES=1 MORTAL=8 COORDINATOR LOSS_BINDS ENDS",
+    ),
+    Configuration("round: the planner crashes", AGREEMENT, f"{ROUND_4} CRASHES=1 MORTAL=1 LOSS_BINDS ENDS"),
+    Configuration(
+        "round: the planner crashes and comes back",
+        AGREEMENT,
+        f"{ROUND_4} CRASHES=1 RESTARTS=1 MORTAL=1 LOSS_BINDS ENDS",
+    ),
+    Configuration("round: the last by name crashes", AGREEMENT, f"{ROUND_4} CRASHES=1 MORTAL=8 LOSS_BINDS ENDS"),
+    Configuration("round: a liar", AGREEMENT, "N=4 A=1 QUORUM=3 LIAR=3 LOSS_BINDS ENDS"),
     quick("histories: a cut", HISTORIES, f"{RUN_3} CUTS=1"),
     quick("histories: 2 cuts, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=2"),
     quick("histories: a cut, a crash, a restart", HISTORIES, f"{RUN_3} CUTS=1 CRASHES=1"),
@@ -70,10 +97,13 @@ CONFIGURATIONS = (
     quick("histories become one: a cut", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS"),
     quick("histories become one: a cut, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 LIVENESS"),
     quick("histories become one: a crash, a restart", HISTORIES, f"{RUN_3} CRASHES=1 LIVENESS"),
-    Configuration("histories: 2 cuts, 2 crashes", HISTORIES, "N=4 ROUNDS=3 QUORUM=3 CUTS=2 CRASHES=2"),
-    Configuration("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 CUTS=1"),
-    Configuration("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 LIAR CUTS=1 CRASHES=1"),
-    Configuration("histories become one: a cut, a liar", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 LIAR CUTS=1 LIVENESS"),
+    quick("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 CUTS=1 ENDS"),
+    quick("histories: a cut, a crash, a restart", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=1 ENDS"),
+    quick("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS"),
+    quick("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 CUTS=1 ENDS"),
+    Configuration("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 LIAR CUTS=1 CRASHES=1 ENDS"),
+    Configuration("histories: a cut, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=1 CRASHES=2 ENDS"),
+    Configuration("histories: 2 cuts, 2 crashes", HISTORIES, "N=4 ROUNDS=2 QUORUM=3 CUTS=2 CRASHES=2 ENDS"),
     quick("attempts: a liar", BLAME, "N=3 QUORUM=2 LIAR=0"),
     quick("attempts: a liar", BLAME, "N=4 QUORUM=3 LIAR=3"),
 )
@@ -122,7 +152,15 @@ MUTATIONS = (
         "violated",
     ),
     quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS NO_NEXT_ATTEMPT", "violated"),
+    quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 ENDS NO_NEXT_ATTEMPT", "violated"),
     quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS NO_CATCH_UP", "violated"),
+    quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 ENDS NO_CATCH_UP", "violated"),
+    quick(
+        "no query about a lost island of which nothing is missing",
+        AGREEMENT,
+        f"{VOTES_3} CRASHES=2 COORDINATOR ENDS",
+        "violated",
+    ),
     quick("no minority is left out in turn", BLAME, "N=3 QUORUM=2 LIAR=0 NO_TURNS", "violated"),
 )
 """A rule is taken away, and Spin must find what it is for."""

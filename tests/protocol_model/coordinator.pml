@@ -10,14 +10,17 @@
     && attempt[k] == attempt[i] \
                              && state[k] == COMMITTED)
 
+/* The planner still waits for the receipts of its list. */
+#define IS_AWAITED(i) (!HAS(listed[P(i)], i) && state[P(i)] == VOTING && !GONE(P(i)) \
+    && attempt[P(i)] == attempt[i])
 inline take_list(i) {
     printf("island %d has the list of votes\n", i);
     heard[AT(i)] = PLAN(i);
     if
-    :: attempt[P(i)] == attempt[i] && !GONE(P(i)) -> listed[P(i)] = listed[P(i)] | BIT(i);
-        receipts[P(i)] = receipts[P(i)] | BIT(i)
+    :: IS_AWAITED(i) -> listed[P(i)] = listed[P(i)] | BIT(i); receipts[P(i)] = receipts[P(i)] | BIT(i)
     :: else
-    fi
+    fi;
+    forget_heard()
 }
 
 /* Mutation: the planner commits as soon as all have the list. */
@@ -43,8 +46,7 @@ inline take_list(i) {
     :: atomic { !GONE(i) && state[i] == VOTING && !to_all[i] -> to_all[i] = 1 } \
     :: atomic { !GONE(i) && (state[i] == VOTING || state[i] == ASKING) && P(i) != i \
         && ALL(LISTS, i) \
-                && !(HAS(listed[P(i)], i) && heard[AT(i)] == PLAN(i)) \
-                && (heard[AT(i)] != PLAN(i) || (attempt[P(i)] == attempt[i] && !GONE(P(i)))) \
+        && ((state[i] == VOTING && heard[AT(i)] != PLAN(i)) || IS_AWAITED(i)) \
                     -> take_list(i) } \
     :: atomic { !GONE(i) && state[i] == VOTING && FREE(i) && P(i) == i && SIZE(PLAN(i)) > 1 \
         && CERTIFIED(i) \

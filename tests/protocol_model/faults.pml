@@ -2,7 +2,20 @@
 
 #define DIE(k) \
     :: atomic { crashes < CRASHES && HAS(MORTAL, k) && !GONE(k) && !LIES(k) -> crashes++; \
-        dead[k] = 1; printf("island %d dies\n", k) }
+        dead[k] = 1; forget_island(k); printf("island %d dies\n", k) }
+
+/* An island that does not come back is heard no more, except for what it has sent. */
+inline forget_island(k) {
+#if RESTARTS == 0
+    forget_votes(k);
+    if
+    :: state[k] != COMMITTED -> state[k] = STOPPED; attempt[k] = 0; planner_of[k] = NONE
+    :: else
+    fi;
+    forget_heard();
+#endif
+    forget_attempts()
+}
 #define FREEZE(k) \
     :: atomic { freezes < FREEZES && HAS(MORTAL, k) && !GONE(k) && !LIES(k) -> freezes++; \
         frozen[k] = 1; printf("island %d stands still\n", k) }
@@ -15,7 +28,7 @@
 #endif
 inline wake(k) {
     if
-    :: state[k] == VOTING && vote[AT(k)] != NO -> state[k] = ASKING
+    :: state[k] == VOTING && vote[AT(k)] != NO -> state[k] = ASKING; forget_votes(k)
     :: else
     fi;
     answers[k] = 0;
@@ -41,12 +54,9 @@ inline restart(k) {
     :: else
     fi;
     planner_of[k] = NONE;
-    receipts[k] = 0;
-    answers[k] = 0;
-    known_lost[k] = 0;
-    refused[k] = 0;
-    bound[k] = 0;
-    forget_lists(k)
+    forget_votes(k);
+    forget_lists(k);
+    forget_attempts()
 }
 
 proctype Faults() {
@@ -62,19 +72,24 @@ proctype Faults() {
 /* Payloads, receipts and proofs that the liar may send are in the rules of those who get them. */
 #define TELL(k, a, what) \
     :: atomic { k != LIAR && !GONE(k) && told[(a) * N + (k)] == 0 && joined[(a) * N + (k)] != 0 \
-                && attempt[k] == (a) && planner_of[k] != NONE && HAS(PLAN(k), LIAR) \
+                && attempt[k] == (a) && state[k] == VOTING && HAS(PLAN(k), LIAR) \
                 -> told[(a) * N + (k)] = what; \
                     heard[(a) * N + (k)] = heard[(a) * N + (k)] | BIT(LIAR) }
 #define TELL_ALL(k) \
     TELL(k, 0, YES) TELL(k, 0, YES_TO_OTHER) TELL(k, 0, NO)
 #define OFFER(set) \
-    :: atomic { members[LIAR] == 0 -> members[LIAR] = (set) | BIT(LIAR) } \
-    :: atomic { members[N] == 0 && members[LIAR] != (set) | BIT(LIAR) \
+    :: atomic { members[LIAR] == 0 && IS_READ(0) -> members[LIAR] = (set) | BIT(LIAR) } \
+    :: atomic { members[N] == 0 && IS_READ(0) && members[LIAR] != (set) | BIT(LIAR) \
         -> members[N] = (set) | BIT(LIAR) }
 proctype Liar() {
     do
     EACH(TELL_ALL)
+#ifndef VOTES_ONLY
     OFFER(1) OFFER(2) OFFER(3) OFFER(4) OFFER(5) OFFER(6) OFFER(7)
+#endif
+#if N == 4 && LIAR < 3 && !defined(VOTES_ONLY)
+    OFFER(8) OFFER(9) OFFER(10) OFFER(11) OFFER(12) OFFER(13) OFFER(14)
+#endif
     od
 }
 #endif

@@ -36,6 +36,7 @@ inline take_part(i, planner, number) {
     planner_of[i] = planner;
     joined[AT(i)] = (planner) + 1;
     state[i] = REDUCING;
+    forget_attempts();
     printf("island %d takes part in the plan of %d for attempt %d\n", i, planner, number)
 }
 
@@ -67,13 +68,13 @@ inline take_part(i, planner, number) {
 /* A ready message of a higher attempt moves this island's attempt. */
 #define CATCH_UP(k) \
     :: atomic { !GONE(i) && state[i] == GATHERING && !GONE(k) && !LIES(k) && state[k] == GATHERING \
-                && attempt[k] > attempt[i] -> attempt[i] = attempt[k]; \
+                && attempt[k] > attempt[i] -> attempt[i] = attempt[k]; forget_attempts(); \
                     printf("island %d goes to attempt %d\n", i, attempt[i]) }
 /* A state that survives is taken from an island that lives. */
 #define TAKE(k) \
     :: atomic { !GONE(i) && state[i] == GATHERING && !GONE(k) \
                 && (state[k] == COMMITTED || state[k] == TAKEN) -> state[i] = TAKEN; \
-                    printf("island %d takes the state of %d\n", i, k) }
+                    forget_attempts(); printf("island %d takes the state of %d\n", i, k) }
 
 #define GATHER \
     :: atomic { !GONE(i) && state[i] == GATHERING && MAY_PLAN(i) && SIZE(READY_SET(i)) >= QUORUM \

@@ -255,6 +255,9 @@ proctype Faults() {
 #ifdef LIVENESS
 ltl all_alike { <> [] (is_full || ALIKE) }
 #endif
+#ifdef ENDS
+proctype Watch() { timeout -> assert(is_full || ALIKE) }
+#endif
 
 init {
     byte i;
@@ -274,6 +277,9 @@ init {
         holds[N - 1] = FAKE;
 #endif
         for (i : 0 .. HONEST - 1) { run Island(i) }
+#ifdef ENDS
+        run Watch();
+#endif
         run Faults()
     }
 }

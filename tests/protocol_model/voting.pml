@@ -26,14 +26,20 @@ inline hear(i, k) {
     heard[AT(i)] = heard[AT(i)] | BIT(k);
     printf("island %d has the vote of %d\n", i, k);
     if
-    :: STAYS(i) && CAME_ALONE(k, i) && attempt[k] == attempt[i]
+    :: STAYS(i) && CAME_ALONE(k, i) && attempt[k] == attempt[i] && state[k] == VOTING
         -> receipts[k] = receipts[k] | BIT(i)
     :: else
     fi
 }
+/* A vote that comes during the reduce counts from the island's own vote on. How early a vote is
+ * heard matters where islands stand still. */
+#if FREEZES > 0
+#define HEARS(i) (state[i] == REDUCING || state[i] == VOTING || state[i] == ASKING)
+#else
+#define HEARS(i) (state[i] == VOTING || state[i] == ASKING)
+#endif
 #define HEAR(k) \
-    :: atomic { !GONE(i) && (state[i] == REDUCING || state[i] == VOTING || state[i] == ASKING) \
-        && k != i \
+    :: atomic { !GONE(i) && HEARS(i) && k != i && NEEDS(i, k) \
                 && IN_PLAN(i, k) && !HOLDS_VOTE(i, k) && VOTE_HEARD(i, k) != 0 \
                 && OF_PLAN(i, k) && SENT_TO(i, k) \
                 -> hear(i, k) }
@@ -42,7 +48,7 @@ inline hear(i, k) {
  * too. */
 #define ACKNOWLEDGED(i, k) HAS(heard[attempt[i] * N + (k)], i)
 #define RECEIVE(k) \
-    :: atomic { !GONE(i) && (state[i] == VOTING || state[i] == ASKING) && k != i && IN_PLAN(i, k) \
+    :: atomic { !GONE(i) && state[i] == VOTING && k != i && IN_PLAN(i, k) \
                 && !HAS(receipts[i], k) && SAME_PLAN(i, k) && CAME_ALONE(i, k) \
                     && ACKNOWLEDGED(i, k) \
                 -> receipts[i] = receipts[i] | BIT(k); \
@@ -98,7 +104,7 @@ inline hear(i, k) {
         -> abort_attempt(i) } \
     :: atomic { !GONE(i) && state[i] == VOTING && vote[AT(i)] != NO && (ANY(MISSES, i) \
         || bound[i]) \
-                -> state[i] = ASKING; answers[i] = 0; known_lost[i] = 0; refused[i] = 0; \
+                -> state[i] = ASKING; forget_liar(i); forget_votes(i); forget_heard(); \
                     printf("island %d asks for the outcome\n", i) }
 
 /* The outcome query: who has committed shows its certificate; the others say "open" and are
@@ -115,7 +121,7 @@ inline say_open(i, k) {
     answers[i] = answers[i] | BIT(k);
     if
     :: HAS_ABORTED(i, k) -> refused[i] = 1; printf("island %d says abort to %d\n", k, i)
-    :: else -> bound[k] = 1; printf("island %d says open to %d\n", k, i)
+    :: else -> bound[k] = (state[k] != ASKING); printf("island %d says open to %d\n", k, i)
     fi
 }
 #ifdef LIAR

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
+from diloco.runtime import operator_requests
 from diloco.runtime.operator_requests import (
     SAVE,
     STOP,
@@ -56,6 +58,32 @@ def test_a_request_to_the_run_stops_all_islands_that_run_here_after_the_same_rou
     assert [first.poll(8).stop, second.poll(8).stop] == ["asked to stop after 8 rounds"] * 2
     assert not (tmp_path / "run" / "island-2" / STOP).exists(), "nobody would take it up before its next start"
     assert not (tmp_path / "run" / STOP).exists()
+
+
+def test_the_number_is_waited_for_where_the_file_is_empty_at_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(operator_requests, "WRITE_SECONDS", 60.0)
+    requests = build_requests(tmp_path / "run" / "island-0")
+    path = tmp_path / "run" / "island-0" / STOP
+    path.touch()
+    writer = threading.Timer(0.05, path.write_text, ["9\n"])
+    writer.start()
+    stop = requests.poll(8).stop
+    writer.join()
+    assert not stop
+    assert requests.poll(9).stop == "asked to stop after 9 rounds"
+
+
+def test_a_request_that_is_forwarded_is_there_whole_or_not_at_all(tmp_path):
+    requests = build_requests(tmp_path / "run" / "island-0")
+    path = tmp_path / "run" / "island-0" / STOP
+    path.write_text("before")
+    before = tmp_path / "before"
+    os.link(path, before)
+    (tmp_path / "run" / STOP).write_text("9\n")
+    operator_requests.forward_request(tmp_path / "run", STOP, "8")
+    assert path.read_text() == "9"
+    assert before.read_text() == "before", "the file was replaced, not written over"
+    requests.close()
 
 
 def test_nobody_listens_in_a_folder_whose_island_has_ended(tmp_path):
