@@ -9,12 +9,12 @@ As with the doctor's calls, anybody who knows the address, and the run key if th
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Protocol
 
 from pydantic import Field
 
 from diloco.formatting import one_line
-from diloco.records.best_effort import best_effort
 from diloco.records.figures import IslandFigures, LatestRecords
 from diloco.records.metrics import Metrics
 from diloco.records.run_folder import Tail
@@ -124,7 +124,8 @@ class StatusServer:
         self._find_position = find_position
         self._doing = doing
         self._latest = LatestRecords(place.island)
-        with best_effort("diloco status will not count the records of earlier processes"):
+        # Metrics warns of a file that cannot be read or written.
+        with suppress(OSError):
             for record in Tail(metrics.path).new_records():
                 self._latest.write(record)
         self._began_at = time.monotonic()
