@@ -6,6 +6,10 @@ from pydantic import Field, model_validator
 
 from inner.config.section import Section
 
+ROUTER_SUMS = 4
+"""Numbers that ranks add up per layer and step beside the tokens of each expert: both losses of the
+router, dropped choices, and micro-batches in which it was not finite."""
+
 
 class ExpertsConfig(Section):
     """A mixture of experts, which replaces the feed-forward of a block. A router chooses a few

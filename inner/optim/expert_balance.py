@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inner.config import BalanceConfig
+from inner.config.experts import ROUTER_SUMS
 from inner.mesh import IslandMesh
 from inner.model.balance import RoutedStep
 from inner.model.experts import mixtures, recording
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 
-OTHER_SUMS = 4
-"""Numbers of a layer beside its counts: both losses, dropped choices, and broken micro-batches."""
 LARGE_SHARE = 0.5
 COLLAPSED_STEPS = 100
 
@@ -127,7 +126,7 @@ class ExpertBalance:
     def gather(self, step: RoutedStep) -> RoutingResult:
         """Return what all ranks have recorded in a step."""
         number = self._num_experts
-        mine = torch.zeros(len(self._layers), number + OTHER_SUMS, dtype=torch.float64, device=step.scale.device)
+        mine = torch.zeros(len(self._layers), number + ROUTER_SUMS, dtype=torch.float64, device=step.scale.device)
         for index, layer in enumerate(self._layers):
             record = step.layers.get(layer)
             if record is not None:

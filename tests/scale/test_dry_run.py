@@ -13,6 +13,7 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.planning.mesh.dry_run import rehearse_apart
 from inner.config import OptimizerConfig, ParallelConfig
+from inner.config.experts import ROUTER_SUMS
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.memory import estimate_memory
 from inner.measure.traffic.expected import SCALARS, expected_traffic
@@ -189,7 +190,7 @@ def test_the_host_waits_for_the_device_once(name: str) -> None:
     reads = [times for what, times in rehearsed(name).crossings.items() if what.startswith("read by the host")]
     sizes = (CASES | SLOW)[name].work.sizes
     # Of a mixture also what its routers did: the number of tokens, and a list of numbers by layer.
-    routing = [] if sizes.experts is None else [1, len(sizes.expert_layers) * (sizes.experts.number + 3)]
+    routing = [] if sizes.experts is None else [1, len(sizes.expert_layers) * (sizes.experts.number + ROUTER_SUMS)]
     assert sorted(reads) == sorted([NUM_READS, *routing])
 
 

@@ -4,6 +4,7 @@ torch here.
 
 from dataclasses import dataclass
 
+from inner.config.experts import ROUTER_SUMS
 from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
 from inner.measure.workload import FP32, FsdpParamGroup, Workload
@@ -208,7 +209,7 @@ def _count_routing(tally: _Tally, work: Workload) -> None:
     """
     if work.sizes.experts is None:
         return
-    size = COUNT_BYTES * len(work.sizes.expert_layers) * (work.sizes.experts.number + 3)
+    size = COUNT_BYTES * len(work.sizes.expert_layers) * (work.sizes.experts.number + ROUTER_SUMS)
     tally.add(axis_of_all_ranks(work.degrees), "all_reduce", 1, size)
 
 

@@ -166,15 +166,16 @@ EXPERTS = [
 
 
 def test_of_a_mixture_the_header_says_what_a_token_uses():
-    lines = picture(EXPERTS)
-    assert "model  330k parameters, 182k active: 3 layers, dim 64, 4 heads (2 kv), vocabulary 260" in lines
-    assert "       2 layers have 8 experts of width 64; a token uses 2 of them and 1 shared" in lines
+    text = " ".join(" ".join(picture(EXPERTS)).split())
+    model = "model 1.19M parameters, 420k active: 4 layers, dim 96, 4 heads (keys of 32, values of 24, from 32)"
+    assert f"{model}, vocabulary 260" in text
+    assert "3 layers have 16 experts of width 64; a token uses 2 of them and 1 shared" in text
 
 
 def test_of_a_mixture_all_ranks_sum_the_loads_of_experts():
     (line,) = [line for line in picture(EXPERTS) if "loads of experts" in line]
-    # Two layers of eight experts, each with three more numbers, in fp64; a ring of eight ranks.
-    assert line.split() == ["all", "ranks", "1", "x", "8", "0-7", "loads", "of", "experts", "1", "308", "B"]
+    # Three layers of 16 experts, each with four more numbers, in fp64; a ring of eight ranks.
+    assert line.split() == ["all", "ranks", "1", "x", "8", "0-7", "loads", "of", "experts", "1", "840", "B"]
 
 
 def test_the_header_says_what_is_trained_and_on_what():

@@ -89,7 +89,14 @@ def test_the_store_is_a_file_where_there_are_none_in_memory(monkeypatch):
 
 
 def test_when_one_rank_dies_all_are_started_again_as_often_as_allowed(launch):
-    island = launch(f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL){WAIT}", max_restarts=2)
+    # Rank 1 dies when both have said that they live: the launcher then ends the other one at once.
+    program = (
+        f"path = os.environ[{rank_launcher.STORE!r}]\n"
+        "open(path, 'ab').write(b'x')\n"
+        "while os.stat(path).st_size < 2: time.sleep(0.01)\n"
+        f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL){WAIT}"
+    )
+    island = launch(program, max_restarts=2)
     status, lines = end_of(island)
     assert status == 128 + signal.SIGKILL
     assert [lines.count(f"rank {rank} life {life}") for rank in (0, 1) for life in (0, 1, 2, 3)] == [1, 1, 1, 0] * 2

@@ -1,5 +1,4 @@
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,7 +14,6 @@ from inner.measure.advice import advice
 from inner.measure.memory import MEMORY_PARTS, MemoryEstimate, estimate_memory
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
-from inner.model.experts import recording
 from inner.model.sizes import PRESETS, ModelSizes
 from inner.parallel.one_stage import OneStage
 from inner.trainer import Trainer
@@ -226,8 +224,7 @@ def _kept(trainer: Trainer, window: Tensor) -> int:
     micro_batch = trainer._cutter(window)
     model, runner = trainer.model_parts[0], trainer._runner
     assert isinstance(runner, OneStage)
-    routed = trainer._begin_routing([window])
-    step = nullcontext() if routed is None else recording([model], routed)
+    step = trainer._record_routing([window])
     with step, runner._copies, LiveBytes([*model.parameters(), *model.buffers()], "cpu") as live:
         before = live.now
         loss = model(micro_batch.tokens_BS, targets_BS=micro_batch.targets_BS)
