@@ -48,7 +48,8 @@ def test_records_have_the_load_of_each_layer_and_the_losses_of_its_router(run_di
         records = read_records(run_dir / name / "metrics.jsonl")
         steps = [record for record in records if record["kind"] == "step"]
         assert steps and all(set(step["expert_loads"]) == {"1", "2", "3"} for step in steps)
-        assert all(step["routing"]["sequence_loss"] >= 1 and step["routing"]["dropped"] == 0 for step in steps)
+        # Near 1 at balance; biases may bring it a little below.
+        assert all(step["routing"]["sequence_loss"] > 0.8 and step["routing"]["dropped"] == 0 for step in steps)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert all(load >= 1 for load in summary["expert_loads"].values())
 
