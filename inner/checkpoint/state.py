@@ -95,7 +95,7 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
     keys = _saved_keys(saved)
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
-            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (*_shapes_of_rows(param), param.shape, ()):
+            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (_shape_of_rows(param), param.shape, ()):
                 return f"{name} is {tuple(param.shape)}, but its {key} in the checkpoint is {tuple(size)}"
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
@@ -134,11 +134,11 @@ def saved_buffers(stages: Stages) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}", module.get_buffer(name)
 
 
-def _shapes_of_rows(param: Tensor) -> tuple[torch.Size, ...]:
-    """Return the possible shapes of a state with a number for each row: of a matrix, or of all
-    matrices of a stack of experts.
+def _shape_of_rows(param: Tensor) -> torch.Size:
+    """Return the shape of a state with a number for each row: of a matrix, or of all matrices of a
+    stack of experts.
     """
-    return (param.shape[:2],) if param.ndim == 3 else (param.shape[:1],)
+    return param.shape[:2] if param.ndim == 3 else param.shape[:1]
 
 
 def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
@@ -160,9 +160,9 @@ def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorag
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)
-    if param.ndim == 3 and saved.size == param.shape[:2]:
-        return rows_of_stack(param, dtype)
-    if saved.size == param.shape[:1]:
+    if saved.size == _shape_of_rows(param):
+        if param.ndim == 3:
+            return rows_of_stack(param, dtype)
         return torch.zeros(saved.size, dtype=dtype, device=param.device)
     on_device = group.get("fused") or group.get("capturable")
     return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")

@@ -57,8 +57,6 @@ class RoutedStep:
     """1 / number of the step's tokens over all ranks, 0-dim fp32."""
     sum_over_sequence: SumOverRanks = _unchanged
     """Sums over the ranks that share the positions of a sequence. All of them must call it."""
-    num_tokens: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Number of the step's tokens over all ranks, 0-dim."""
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 
     def record(self, layer: int, routing: Routing, is_input_BS: Tensor, is_excess_NJ: Tensor | None) -> Tensor | None:
@@ -67,13 +65,14 @@ class RoutedStep:
 
         `is_excess_NJ`: which choices are above the capacity; None: there is none.
         """
+        counts_BX = count_tokens(routing, is_input_BS)
         losses = {"sequence_loss": torch.zeros_like(self.scale), "router_z_loss": torch.zeros_like(self.scale)}
         if self.config.sequence_loss:
-            losses["sequence_loss"] = sum_sequence_losses(routing, is_input_BS, self.sum_over_sequence)
+            losses["sequence_loss"] = sum_sequence_losses(routing, is_input_BS, counts_BX, self.sum_over_sequence)
         if self.config.router_z_loss:
             losses["router_z_loss"] = sum_z_losses(routing, is_input_BS)
         if not is_repetition():
-            counts_X = count_tokens(routing, is_input_BS)
+            counts_X = counts_BX.sum(dim=0)
             dropped = torch.zeros_like(counts_X[0])
             if is_excess_NJ is not None:
                 dropped = (is_excess_NJ & is_input_BS.reshape(-1, 1)).sum()
@@ -96,41 +95,38 @@ class RoutedStep:
 
 
 def count_tokens(routing: Routing, is_input_BS: Tensor) -> Tensor:
-    """Return the number of tokens that chose each expert, int64 (X). Padding is not counted."""
-    is_input_NJ = is_input_BS.reshape(-1, 1).expand_as(routing.chosen_NJ)
-    counts_X = torch.zeros(routing.scores_NX.shape[1], dtype=torch.int64, device=is_input_BS.device)
-    return counts_X.scatter_add_(0, routing.chosen_NJ.flatten(), is_input_NJ.flatten().long())
+    """Return the number of each sequence's tokens that chose each expert, int64 (B, X). Padding is not
+    counted.
+    """
+    (B, S) = is_input_BS.shape
+    (N, num_choices) = routing.chosen_NJ.shape
+    counts_BX = torch.zeros(B, routing.scores_NX.shape[1], dtype=torch.int64, device=is_input_BS.device)
+    is_input_NJ = is_input_BS.reshape(N, 1).expand(-1, num_choices)
+    chosen = routing.chosen_NJ.view(B, S * num_choices)
+    return counts_BX.scatter_add_(1, chosen, is_input_NJ.reshape(B, -1).long())
 
 
-def sum_sequence_losses(routing: Routing, is_input_BS: Tensor, sum_over_sequence: SumOverRanks = _unchanged) -> Tensor:
+def sum_sequence_losses(
+    routing: Routing, is_input_BS: Tensor, counts_BX: Tensor, sum_over_sequence: SumOverRanks = _unchanged
+) -> Tensor:
     """Return the sum over sequences of T times the sequence loss, 0-dim fp32. Gradients flow to the
-    scores.
+    scores. `counts_BX`: see count_tokens.
 
     If several ranks share a sequence, each returns the part of its positions, and only counts are
     summed over them: f is a constant for the gradient, and the loss is linear in the scores.
     """
-    (B, S) = is_input_BS.shape
-    X = routing.scores_NX.shape[1]
     is_input_N1 = is_input_BS.reshape(-1, 1)
     shares_NX = routing.scores_NX / routing.scores_NX.sum(dim=-1, keepdim=True)
-    shares_BX = (shares_NX * is_input_N1).view(B, S, X).sum(dim=1)
-    loads_BX = keep(lambda: _find_loads(routing, is_input_BS, sum_over_sequence))
+    shares_BX = (shares_NX * is_input_N1).unflatten(0, is_input_BS.shape).sum(dim=1)
+    loads_BX = keep(lambda: _find_loads(sum_over_sequence(counts_BX.float())))
     return (loads_BX * shares_BX).sum()
 
 
-@torch.no_grad()
-def _find_loads(routing: Routing, is_input_BS: Tensor, sum_over_sequence: SumOverRanks) -> Tensor:
-    """Return f of each sequence, fp32 (B, X): its number of tokens that chose an expert, divided by
-    the mean over the experts.
+def _find_loads(counts_BX: Tensor) -> Tensor:
+    """Return f of each sequence (B, X): its tokens that chose an expert, divided by the mean over the
+    experts.
     """
-    (B, S) = is_input_BS.shape
-    (N, num_choices) = routing.chosen_NJ.shape
-    X = routing.scores_NX.shape[1]
-    counts_BX = torch.zeros(B, X, device=is_input_BS.device)
-    is_input_NJ = is_input_BS.reshape(N, 1).expand(-1, num_choices)
-    counts_BX.scatter_add_(1, routing.chosen_NJ.view(B, S * num_choices), is_input_NJ.reshape(B, -1).float())
-    counts_BX = sum_over_sequence(counts_BX)
-    return X * counts_BX / counts_BX.sum(dim=1, keepdim=True).clamp(min=1)
+    return counts_BX.shape[1] * counts_BX / counts_BX.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def sum_z_losses(routing: Routing, is_input_BS: Tensor) -> Tensor:

@@ -156,9 +156,8 @@ def mixtures(model_parts: Sequence[nn.Module]) -> list[Mixture]:
 
 
 @contextmanager
-def recording(model_parts: Sequence[nn.Module], step: RoutedStep) -> Iterator[None]:
-    """Let the routers record the forwards inside the block as a training step."""
-    found = mixtures(model_parts)
+def recording(found: Sequence[Mixture], step: RoutedStep) -> Iterator[None]:
+    """Let the routers of these mixtures record the forwards inside the block as a training step."""
     for mixture in found:
         mixture.step = step
     try:

@@ -105,9 +105,10 @@ class ExpertBalance:
         """Set what is balanced. `sum_over_ranks` sums over all ranks of the island in fp64."""
         assert sizes.experts is not None, "a model without experts has nothing to balance"
         self._num_experts = sizes.experts.number
+        self._per_token = sizes.experts.per_token
         self._layers = tuple(sizes.expert_layers)
         self._mesh = mesh
-        self._model_parts = model_parts
+        self._mixtures = mixtures(model_parts)
         self._sum_over_ranks = sum_over_ranks
         self._watch = CollapseWatch()
 
@@ -119,8 +120,8 @@ class ExpertBalance:
         """
         num_tokens = self._sum_over_ranks(num_tokens_here)
         scale = (1.0 / num_tokens.clamp(min=1.0)).float()
-        step = RoutedStep(config, scale, self._sum_over_sequence, num_tokens)
-        with recording(self._model_parts, step):
+        step = RoutedStep(config, scale, self._sum_over_sequence)
+        with recording(self._mixtures, step):
             yield step
 
     def gather(self, step: RoutedStep) -> RoutingResult:
@@ -134,13 +135,15 @@ class ExpertBalance:
                 losses = record.sequence_loss, record.router_z_loss
                 mine[index, number:] = torch.stack([*losses, record.dropped, record.broken]).double()
         rows = self._sum_over_ranks(mine).tolist()
-        num_tokens = int(step.num_tokens)
+        counts = tuple(tuple(map(int, row[:number])) for row in rows)
+        # Each token makes the same number of choices in each layer.
+        num_tokens = sum(counts[0]) // self._per_token
         per_token = 1.0 / max(num_tokens * len(self._layers), 1)
         broken = tuple(layer for layer, row in zip(self._layers, rows, strict=True) if row[number + 3])
         result = RoutingResult(
             num_tokens=num_tokens,
             layers=self._layers,
-            counts=tuple(tuple(map(int, row[:number])) for row in rows),
+            counts=counts,
             sequence_loss=sum(row[number] for row in rows) * per_token,
             router_z_loss=sum(row[number + 1] for row in rows) * per_token,
             dropped=int(sum(row[number + 2] for row in rows)),
@@ -152,7 +155,7 @@ class ExpertBalance:
     def move_biases(self, routing: RoutingResult, speed: float) -> None:
         """Move the biases of this rank's routers by the counts of a step."""
         counts_of = dict(zip(routing.layers, routing.counts, strict=True))
-        for mixture in mixtures(self._model_parts):
+        for mixture in self._mixtures:
             counts_X = torch.tensor(counts_of[mixture.layer], dtype=torch.float64)
             signs_X = (counts_X.mean() - counts_X).sign()
             change_X = speed * (signs_X - signs_X.mean())

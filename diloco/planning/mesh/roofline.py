@@ -16,11 +16,10 @@ from diloco.planning.mesh.gpus import Gpu
 from diloco.planning.mesh.traffic import plain_table
 from inner.flops import flops_per_token
 from inner.measure.memory import optimizer_bytes
-from inner.measure.workload import Workload
+from inner.measure.workload import FP32, Workload
 from inner.model.block_params import block_params
 from inner.optim.state_bytes import StateBytes
 
-FP32 = 4
 PRODUCTS = 3
 """Matrix products of a matrix in a step: the forward, the gradient of its input, that of its weights."""
 

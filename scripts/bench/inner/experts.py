@@ -39,7 +39,7 @@ from inner.model.sizes import ModelSizes  # noqa: E402
 from inner.model.transformer import Transformer  # noqa: E402
 from inner.params import LocalParams, unstack  # noqa: E402
 from inner.trainer import Trainer, TrainerSettings  # noqa: E402
-from scripts.bench.inner.inner_rivals import OPTIMIZER, Logits, WithLoss  # noqa: E402
+from scripts.bench.inner.inner_rivals import OPTIMIZER, Logits, WithLoss, plain_optimizer  # noqa: E402
 from scripts.bench.plain_llama import PlainBlock, PlainLlama, plain_step  # noqa: E402
 
 SEED = 7
@@ -125,14 +125,7 @@ def build_ours(sizes: ModelSizes) -> Step:
 def plain_loop(model: nn.Module) -> Step:
     """Return the step of a plain loop around a model that maps tokens to logits."""
     with_loss = WithLoss(model)
-    optimizer = torch.optim.AdamW(
-        with_loss.parameters(),
-        lr=OPTIMIZER.lr,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-        fused=True,
-    )
+    optimizer = plain_optimizer(with_loss)
     return lambda number: plain_step(with_loss, optimizer, [batch(number)], torch.float32)
 
 

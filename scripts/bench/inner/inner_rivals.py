@@ -112,14 +112,7 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
 def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:
     """Build the loop around `model`, which maps tokens to logits."""
     model = WithLoss(model).to(case.device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=OPTIMIZER.lr,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-        fused=True,
-    )
+    optimizer = plain_optimizer(model)
     batches = [case.windows(share, number).split(case.sequences) for number in range(NUM_BATCHES)]
     dtype = COMPUTE_DTYPES[case.dtype]
 
@@ -127,6 +120,18 @@ def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingL
         return plain_step(model, optimizer, batches[number % NUM_BATCHES], dtype)
 
     return TrainingLoop(model, optimizer, step)
+
+
+def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Build fused AdamW with the settings of our trainer for all parameters."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
 
 
 class WithLoss(nn.Module):

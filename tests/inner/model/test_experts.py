@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inner.config import BalanceConfig, ExpertsConfig
-from inner.model.balance import RoutedStep, sum_sequence_losses, sum_z_losses
+from inner.model.balance import RoutedStep, count_tokens, sum_sequence_losses, sum_z_losses
 from inner.model.capacity import find_excess
 from inner.model.experts import Mixture, mixtures, recording
-from inner.model.router import choose
+from inner.model.router import Routing, choose
 from inner.model.sizes import ModelSizes
 from tests.inner.small import build_model
 
@@ -25,6 +25,10 @@ def mixture(**changes: object) -> Mixture:
     with torch.no_grad():
         found.router.weight.mul_(25)
     return found
+
+
+def sequence_loss(routing: Routing, is_input_BS: Tensor) -> Tensor:
+    return sum_sequence_losses(routing, is_input_BS, count_tokens(routing, is_input_BS))
 
 
 def stream(seed: int = 0) -> Tensor:
@@ -130,11 +134,11 @@ def test_the_sequence_loss_is_one_at_balance_and_the_number_of_experts_over_choi
     is_input = torch.ones(B, S, dtype=torch.bool)
     routing = layer.router(stream().flatten(0, 1))
     even = routing._replace(chosen_NJ=(torch.arange(B * S) % 6)[:, None], scores_NX=torch.full((B * S, 6), 0.3))
-    assert float(sum_sequence_losses(even, is_input)) == pytest.approx(B * S, rel=1e-6)
+    assert float(sequence_loss(even, is_input)) == pytest.approx(B * S, rel=1e-6)
     alone = torch.zeros(B * S, 6)
     alone[:, 2] = 1.0
     collapsed = routing._replace(chosen_NJ=torch.full((B * S, 1), 2), scores_NX=alone)
-    assert float(sum_sequence_losses(collapsed, is_input)) == pytest.approx(6 * B * S)
+    assert float(sequence_loss(collapsed, is_input)) == pytest.approx(6 * B * S)
 
 
 def test_losses_of_the_router_follow_their_equations_and_leave_out_padding() -> None:
@@ -151,7 +155,7 @@ def test_losses_of_the_router_follow_their_equations_and_leave_out_padding() -> 
         shares = torch.stack([routing.scores_NX[t] / routing.scores_NX[t].sum() for t in tokens])
         f = 6 / (2 * len(tokens)) * counts
         expected += len(tokens) * float((f * shares.mean(0)).sum())
-    assert float(sum_sequence_losses(routing, is_input)) == pytest.approx(expected, rel=1e-5)
+    assert float(sequence_loss(routing, is_input)) == pytest.approx(expected, rel=1e-5)
     z = routing.logits_NX[is_input.flatten()].exp().sum(1).log().square().sum()
     torch.testing.assert_close(sum_z_losses(routing, is_input), z)
 
@@ -165,7 +169,7 @@ def test_an_injected_loss_has_the_gradient_that_it_would_have_if_it_were_added()
         got = torch.autograd.grad((7.0 * layer(x)).sum(), [x, layer.router.weight])
     routing = layer.router(x.flatten(0, 1))
     is_input = torch.ones(B, S, dtype=torch.bool)
-    losses = 0.3 * sum_sequence_losses(routing, is_input) + 0.2 * sum_z_losses(routing, is_input)
+    losses = 0.3 * sequence_loss(routing, is_input) + 0.2 * sum_z_losses(routing, is_input)
     expected = torch.autograd.grad((7.0 * layer(x)).sum() + 0.1 * losses, [x, layer.router.weight])
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
