@@ -102,13 +102,13 @@ def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
     product = prod(others.values())
     if num_ranks % product:
         raise InputError(
-            f"island.mesh: {_times(others)} = {product} does not divide the island's {num_ranks} ranks; "
+            f"island.mesh: {_product(others)} does not divide the island's {num_ranks} ranks; "
             f"{_cure(others, num_ranks)}"
         )
     shard = num_ranks // product if config.dp_shard == -1 else config.dp_shard
     if shard * product != num_ranks:
         raise InputError(
-            f"island.mesh: {_times(others | {'dp_shard': shard})} = {shard * product}, but the island has "
+            f"island.mesh: {_product(others | {'dp_shard': shard})}, but the island has "
             f"{num_ranks} ranks; set dp_shard to {num_ranks // product} or -1, or island.ranks to {shard * product}"
         )
     degrees = Degrees(**others, dp_shard=shard, ep=config.ep)
@@ -127,8 +127,13 @@ def check_ep(degrees: Degrees) -> None:
         )
 
 
-def _times(degrees: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp_shard 1"
+def _product(degrees: dict[str, int]) -> str:
+    """Return the degrees above 1 as text, with their product if they are several."""
+    above_one = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    factors = " x ".join(f"{axis} {degree}" for axis, degree in above_one.items())
+    if len(above_one) < 2:
+        return factors or "dp_shard 1"
+    return f"{factors} = {prod(above_one.values())}"
 
 
 def _cure(others: dict[str, int], num_ranks: int) -> str:

@@ -45,7 +45,7 @@ def settings(
     ] = False,
 ) -> None:
     """Explain the settings of a config: allowed values, default and meaning."""
-    from diloco.config.reference import config_schema, find_settings, settings_page
+    from diloco.config.reference import config_schema, find_settings, nearest_setting, settings_page
 
     if markdown or json_schema:
         if text or (markdown and json_schema):
@@ -58,7 +58,9 @@ def settings(
     for each in found:
         typer.echo(f"{each.key}  ({each.allowed}; default: {each.default})\n    {each.meaning}")
     if not found:
-        raise typer.BadParameter(f"no setting has {text!r} in its name or meaning", param_hint="TEXT")
+        near = nearest_setting(text)
+        hint = f"; did you mean {near}?" if near else ""
+        raise typer.BadParameter(f"no setting has {text!r} in its name or meaning{hint}", param_hint="TEXT")
 
 
 def key(config: args.ConfigPath, overrides: args.Overrides = None) -> None:

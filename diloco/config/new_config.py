@@ -11,9 +11,10 @@ TEMPLATE = "new_config.yaml"
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """Write `folder`/NAME.yaml for a run called `name`. Raises ConfigError for an invalid name or
-    an existing file.
+    """Write `folder`/NAME.yaml for a run called `name`, which may also be given with the ending.
+    Raises ConfigError for an invalid name or an existing file.
     """
+    name = name.removesuffix(".yaml")
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(
             f"NAME: got {name!r}; allowed: at most 64 letters, digits, . _ and -, beginning with a letter or digit"

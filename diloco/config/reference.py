@@ -2,6 +2,7 @@
 not import torch.
 """
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -47,6 +48,14 @@ def list_settings() -> list[Setting]:
 def find_settings(text: str) -> list[Setting]:
     """Return the settings whose key or meaning contains the text, regardless of case."""
     return [each for each in list_settings() if text.lower() in f"{each.key} {each.meaning}".lower()]
+
+
+def nearest_setting(text: str) -> str | None:
+    """Return the key whose name, or last part, is the nearest to `text`; None if none is near."""
+    keys = [each.key for each in list_settings()]
+    last_parts = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    near = difflib.get_close_matches(text, [*keys, *last_parts], n=1, cutoff=0.7)
+    return last_parts.get(near[0], near[0]) if near else None
 
 
 def settings_page() -> str:

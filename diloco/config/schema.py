@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from diloco.config.errors import explain_errors
 from diloco.config.island import IslandConfig
 from diloco.config.overrides import apply_override, merge
+from diloco.config.yaml_file import read_yaml_text
 from diloco.errors import ConfigError
 from inner.config import (
     BalanceConfig,
@@ -154,13 +155,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     Raises ConfigError.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8; a config is a YAML file, like those in configs/") from None
-    return fill_sizes(parse_config(text, overrides, where=str(path)))
+    return fill_sizes(parse_config(read_yaml_text(path, "config"), overrides, where=str(path)))
 
 
 def fill_sizes(config: Config) -> Config:

@@ -190,8 +190,11 @@ def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets:
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
     """Return the config with the requested number of islands and ranks. The first round waits for
     all islands.
+
+    Without a request the islands are as many as `islands` lists, or outer.start_islands if that is
+    more.
     """
-    count = islands or len(config.islands) or 1
+    count = islands or max(len(config.islands), config.outer.start_islands)
     listed = (
         [config.islands[i] if i < len(config.islands) else dict(config.islands[-1]) for i in range(count)]
         if config.islands

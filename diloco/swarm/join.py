@@ -1,5 +1,6 @@
 """`diloco join ADDRESS`: starts an island of a run, given nothing but an address."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,15 +81,21 @@ def fetch_run_config(
     address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
 ) -> tuple[str, set[str]]:
     """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
-    from diloco.swarm.visit import choose_run
+    from diloco.swarm.visit import choose_run, said_to_wait
     from outer.connect.meeting import find_runs
+    from outer.membership.records import RunInfo
     from outer.network.event_loop import EventLoopThread
     from outer.network.run_key import load_run_key
 
     key = load_run_key(run_key_file)
     loop = EventLoopThread()
+
+    async def find() -> Mapping[str, RunInfo]:
+        async with said_to_wait(f"waiting for an answer of {address}", CONNECT_SECONDS):
+            return await find_runs(address, CONNECT_SECONDS, key, proxy, run_name)
+
     try:
-        runs = loop.run(find_runs(address, CONNECT_SECONDS, key, proxy, run_name))
+        runs = loop.run(find())
     finally:
         loop.close()
     run = choose_run(runs, run_name, address)

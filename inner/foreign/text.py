@@ -51,21 +51,35 @@ def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CH
     deeper than a config is.
 
     The values of an alias are counted at each use, because with aliases a short text can stand for
-    gigabytes. If `anchors` is False, anchors and aliases are refused.
+    gigabytes. If `anchors` is False, anchors and aliases are refused. A key that stands twice in one
+    section is refused, because one of its values would be lost.
     """
     if len(text) > most_chars:
         raise ValueError(f"it has {len(text)} characters, but a config has at most {most_chars}")
     try:
         return yaml.load(text, partial(_BoundedLoader, anchors))  # pyright: ignore[reportArgumentType]
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(_explain(error)) from None
     except (RecursionError, TypeError, OverflowError, LookupError, AttributeError) as error:
         # The library raises these errors for an unhashable key, or for an invalid date or number.
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
+def _explain(error: yaml.YAMLError) -> str:
+    """Return the error in one line: the place in the text, what is wrong there, and a cure where
+    the library's words name none.
+    """
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = str(getattr(error, "problem", "") or "it cannot be read")
+    if "'\\t'" in problem:
+        problem = "a tab; indent with spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {' '.join(problem.split())}"
+
+
 class _BoundedLoader(yaml.SafeLoader):
-    """A YAML loader that counts nodes and levels while it reads."""
+    """A YAML loader that counts nodes and levels while it reads, and refuses a key that stands twice."""
 
     def __init__(self, allows_anchors: bool, text: str) -> None:
         super().__init__(text)
@@ -91,6 +105,18 @@ class _BoundedLoader(yaml.SafeLoader):
         self._depth -= 1
         if anchor:
             self._sizes[anchor] = self._num_nodes - before
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                where = f"line {lines[key.value]} and again in line {line}"
+                raise yaml.YAMLError(f"key {key.value!r} stands in {where}; keep one of them")
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = line
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:

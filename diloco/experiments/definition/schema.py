@@ -21,6 +21,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from diloco.config.errors import explain_errors
+from diloco.config.yaml_file import read_yaml_text
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from inner.config import Section
@@ -145,7 +146,9 @@ def load_experiment(path: Path) -> Experiment:
     ConfigError.
     """
     values = load_yaml(path)
-    values["base"] = _inline(values.get("base"), path)
+    if "base" not in values:
+        raise ConfigError(_without_base(path, values))
+    values["base"] = _inline(values["base"], path)
     for key in {"overrides", "baseline"} & values.keys():
         values[key] = _with_config(values[key], path)
     try:
@@ -166,12 +169,11 @@ def dump_experiment(experiment: Experiment) -> str:
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False)
 
 
-def load_yaml(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML file. Raises ConfigError."""
+def load_yaml(path: Path, what: str = "experiment") -> dict[str, Any]:
+    """Return the values of a YAML file, which is called `what` in errors. Raises ConfigError."""
+    text = read_yaml_text(path, what)
     try:
-        values = parse_yaml(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        values = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -187,4 +189,14 @@ def _with_config(point: object, path: Path) -> object:
 
 
 def _inline(value: object, path: Path) -> object:
-    return load_yaml(path.parent / value) if isinstance(value, str) else value
+    return load_yaml(path.parent / value, "config") if isinstance(value, str) else value
+
+
+def _without_base(path: Path, values: Mapping[str, Any]) -> str:
+    """Return what to say of a file that names no base: perhaps it is a config itself."""
+    if {"model", "outer", "optimizer", "island", "islands"} & values.keys():
+        return (
+            f"{path} is a config of one run; an experiment is a file of its own that names a config, "
+            f"as in `base: {path.name}`, and what to vary; docs/experiments.md describes it"
+        )
+    return f"{path}: base is missing; it names the config that all rows share, as in `base: ../quickstart.yaml`"

@@ -87,6 +87,16 @@ def test_a_key_that_is_no_text_is_named(parse: Callable[[str], object], text: st
         parse(text)
 
 
+@pytest.mark.parametrize("text", ["outer: {codec: int8}\nouter: {}\n", "outer: {codec: int8, codec: int4}"])
+def test_a_key_that_stands_twice_is_refused_because_one_value_would_be_lost(text):
+    with pytest.raises(ConfigError, match=r"stands in line 1 and again in line [12]; keep one"):
+        parse_config(text)
+
+
+def test_a_key_may_replace_one_that_an_alias_brings():
+    assert parse_config("outer: {<<: {codec: int8}, codec: int4}").outer.codec == "int4"
+
+
 def test_text_that_is_not_yaml_is_an_error_not_a_traceback():
     assert "not valid YAML" in error_of("a: [1")
 

@@ -190,6 +190,6 @@ def test_a_row_may_have_seeds_of_its_own(tmp_path):
 
 
 def test_a_key_that_is_no_text_is_named(tmp_path: Path):
-    (tmp_path / "a.yaml").write_text("name: a\n1: 2\n")
+    (tmp_path / "a.yaml").write_text("name: a\nbase: {}\n1: 2\n")
     with pytest.raises(ConfigError, match="Keys should be strings"):
         load_experiment(tmp_path / "a.yaml")
