@@ -29,6 +29,22 @@ def home_path(text: str, where: str) -> Path:
         ) from None
 
 
+def make_folder(folder: Path, where: str) -> Path:
+    """Create a folder that a user named, unless it exists, and return it.
+
+    Raises InputError, which names the setting or option by `where`, if it cannot be created or
+    written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "this user may not write there"
+    except OSError as error:
+        problem = f"{error.strerror} ({error.filename})"
+    if problem:
+        raise InputError(f"{where}: the folder {folder} cannot be used: {problem}; name a folder to write to")
+    return folder
+
+
 def make_cache_folder(folder: Path) -> None:
     """Create the folder with a CACHEDIR.TAG in it, so that programs which read or back up folders
     skip it.

@@ -208,7 +208,10 @@ def report(
     from diloco.report.island_table import short_rows
     from diloco.report.summary import write_summary
     from diloco.report.summary_table import describe_unread, print_summary
+    from inner.files import make_folder
 
+    if out is not None:
+        make_folder(out, "--out")
     run = read_run(*run_dirs)
     summary = write_summary(run, out)
     print_summary(summary, Console())

@@ -1,6 +1,5 @@
 """Check a run's config before any process starts. Importing this does not import torch."""
 
-import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -13,6 +12,7 @@ from inner.data.corpus import Corpus, check_source, prepare_corpus, without_text
 from inner.data.mixture import StreamedTokens
 from inner.data.streaming.open import is_streamed
 from inner.errors import InputError
+from inner.files import make_folder
 from inner.import_path import is_import_path
 from inner.measure.bigram import bigram_loss
 from inner.measure.param_specs import num_elements, param_specs
@@ -87,16 +87,12 @@ def check_run_dir(run: RunConfig, island: IslandConfig) -> None:
     It does not raise if the run has begun already, because then the run continues without records:
     the disk may have become read-only since.
     """
-    folder = island.runs
-    if (folder / run.name).exists():
+    if (island.runs / run.name).exists():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "this user may not write there"
-    except OSError as error:
-        problem = f"{error.strerror} ({error.filename})"
-    if problem:
-        raise ConfigError(f"island.run_dir: the folder {folder} cannot be used: {problem}; name a folder to write to")
+        make_folder(island.runs, "island.run_dir")
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_index(config: Config, index: int) -> None:

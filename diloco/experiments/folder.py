@@ -20,7 +20,7 @@ from diloco.experiments.definition.rows import Row, Rows, Run
 from diloco.experiments.definition.schema import Experiment, dump_experiment
 from diloco.experiments.results.run_result import RunResult, read_result
 from diloco.records.run_folder import METRICS, RunFacts, write_facts
-from inner.files import try_lock, write_atomically
+from inner.files import make_folder, try_lock, write_atomically
 
 MOST_LABEL_CHARACTERS = 36
 """Longest name of a run."""
@@ -37,8 +37,10 @@ class ExperimentFolder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Create the folder and lock it. Raises FolderInUse if another command runs this experiment."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Create the folder and lock it. Raises InputError if it cannot be written to, and
+        FolderInUse if another command runs this experiment.
+        """
+        make_folder(self.path, "--out")
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_WRONLY)
         try:
             if not try_lock(lock):

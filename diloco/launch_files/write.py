@@ -14,6 +14,7 @@ from diloco.errors import ConfigError
 from diloco.launch_files.islands import PlacedIsland, place_islands, require_relays
 from diloco.launch_files.kubernetes import island_objects
 from diloco.launch_files.skypilot import island_task
+from inner.files import make_folder
 
 Target = Literal["slurm", "kubernetes", "skypilot"]
 SCRIPT = Path("scripts/launch/slurm.sh")
@@ -47,7 +48,7 @@ def write_launch_files(
         require_relays(resolved)
         if options.image is None:
             raise ConfigError(f"--image: {target} needs an image in which `python -m diloco` runs; none was given")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out")
     (out / "run.yaml").write_text(dump_config(resolved))
     written = [out / f"{island.label}.{'sh' if target == 'slurm' else 'yaml'}" for island in placed]
     for path, island in zip(written, placed, strict=True):

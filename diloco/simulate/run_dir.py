@@ -9,7 +9,7 @@ from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
 from diloco.records.best_effort import best_effort
 from diloco.records.run_folder import FACTS, RunFacts, write_facts
-from inner.files import write_atomically
+from inner.files import make_folder, write_atomically
 
 
 def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, Path]:
@@ -38,11 +38,15 @@ def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, 
 
 
 def new_run_dir(parent: Path, name: str) -> Path:
-    """Create the folder NAME, or NAME-2, NAME-3, ... if it exists, so that no run is overwritten."""
+    """Create the folder NAME, or NAME-2, NAME-3, ... if it exists, so that no run is overwritten.
+
+    Raises InputError if `parent` cannot be written to, and ConfigError after 10,000 runs.
+    """
+    make_folder(parent, "island.run_dir")
     for number in range(1, 10_000):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             continue
         return folder

@@ -13,7 +13,7 @@ from diloco.config.schema import Config, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.runtime.devices.choice import check_device
 from diloco.runtime.processes import become_island
-from inner.files import write_atomically
+from inner.files import make_folder, write_atomically
 
 CONNECT_SECONDS = 30.0
 MAX_RESTARTS = 3
@@ -33,7 +33,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     check_device(config.island)
     island_dir = config.island.folder(config.name)
     check_folder(island_dir, config)
-    island_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(island_dir, "island.run_dir")
     write_atomically(island_dir / "config.yaml", dump_config(config))
     typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; {describe_data(config.run)}")
     become_island(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)

@@ -16,6 +16,7 @@ from diloco.swarm.visit import host_of
 from diloco.watch.control import Control, FolderHand
 from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
+from inner.files import make_folder
 from outer.identity.island_key import IslandKey, load_island_key
 
 How = Literal["page", "text", "json"]
@@ -97,7 +98,7 @@ def parse_shared_link(text: str) -> AccessLink:
 def load_operator_key(path: Path) -> IslandKey:
     """Read the operator's key, or create it, and print its public half."""
     is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "--control")
     key = load_island_key(path)
     made = ", made now: islands that are to obey it over the network list it in island.operators" if is_new else ""
     typer.echo(f"operator {key.public}{made}")

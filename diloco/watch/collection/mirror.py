@@ -15,7 +15,7 @@ from diloco.records.run_folder import METRICS, PRESENCE
 from diloco.status.record_pages import RecordsPage, RecordsRequest
 from diloco.status.reply import IslandStatus
 from diloco.watch.collection.record_check import check_record
-from inner.files import write_atomically
+from inner.files import make_folder, write_atomically
 from outer.errors import MessageError
 from outer.network.messages import parse
 
@@ -29,7 +29,7 @@ class Mirror:
     """The records of one island in a folder with its name."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "--keep")
         (folder / METRICS).touch()
         self.folder = folder
         self.request = read_request(folder / TOLD)

@@ -30,6 +30,7 @@ FILES = {
     "deep.yaml": "a: " + "[" * 3000,
     "have.yaml": "name: have\n",
     "baseless.yaml": "name: rates\naxes: [{optimizer.lr: [1, 2]}]\n",
+    "rates.yaml": "name: rates\nbase: Q.yaml\naxes: [{optimizer.lr: [1e-3, 2e-3]}]\n",
     "axes.yaml": "name: rates\nbase: Q.yaml\naxes: {optimizer.lr: [1, 2]}\n",
     "zipped.yaml": "name: rates\nbase: Q.yaml\naxes: [{optimizer.lr: [1, 2], seed: [1]}]\n",
 }
