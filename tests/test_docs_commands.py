@@ -52,6 +52,7 @@ NOT_RUN = {
     "join": "needs a swarm at the address: tests/integration",
     "launch": "needs a swarm at the address: tests/integration",
     "prepare": "reads a corpus of gigabytes or an object store: tests/diloco/cli/test_prepare.py, on less text",
+    "rehearse": "trains for minutes: tests/diloco/rehearsal has its parts",
     "relay": "serves until it is stopped: tests/integration/test_relays.py",
     "simulate": "trains for minutes, some as root: scripts/demo and tests/integration",
     "train": "is a rank that a launcher starts: tests/integration",

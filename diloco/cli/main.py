@@ -12,7 +12,7 @@ from diloco.cli.exit import end, error_text, exit_status
 from diloco.cli.experiment import experiment
 from diloco.cli.launch import launch, launch_files
 from diloco.cli.prepare import prepare
-from diloco.cli.simulate import simulate
+from diloco.cli.simulate import rehearse, simulate
 from diloco.cli.swarm import bootstrap, doctor, join, relay, status, watch
 from diloco.cli.weights import evaluate, export, generate
 from diloco.watchdog.signals import watch_parent
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-for command in (init, simulate, experiment):
+for command in (init, simulate, rehearse, experiment):
     app.command()(command)
 
 
@@ -133,6 +133,9 @@ def plan(
         str, typer.Option(help="Bandwidth of each island's link, per direction, for example 100mbit or 2.5gbit.")
     ] = "1gbit",
     rtt: Annotated[str, typer.Option(help="Round-trip time between islands, for example 50ms.")] = "0ms",
+    disk: Annotated[
+        str, typer.Option(help="Bytes per second of an island's disk, all of its ranks together, for example 2GB.")
+    ] = "1GB",
     step_seconds: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Time of an inner step: 0.2 or 200ms (default: computed from --flops)."),
@@ -172,6 +175,7 @@ def plan(
         islands=islands,
         bandwidth=bandwidth,
         rtt=rtt,
+        disk=disk,
         step_seconds=step_seconds,
         flops=flops,
         gpu=gpu,

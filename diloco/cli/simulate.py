@@ -71,6 +71,20 @@ def simulate(
     raise typer.Exit(run(config, overrides or [], islands, ranks, **how))
 
 
+def rehearse(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
+    """Run CONFIG in the small on this machine, and make one fault after another: a rank and an
+    island killed, an island frozen, stopped and cut off, a payload damaged, the bootstrap process
+    killed, an island that joins. Print what each did to the run.
+
+    Islands and outer settings are those of CONFIG; the model and its text are tiny. It takes a few
+    minutes, and exits with 1 if the run did not recover from a fault. Cuts need root on Linux, and
+    are left out otherwise.
+    """
+    from diloco.rehearsal.run import rehearse as run
+
+    raise typer.Exit(run(config, overrides or []))
+
+
 def sort_islands(given: list[int] | None) -> tuple[int, ...]:
     """Return the islands of a repeatable option, each only once."""
     return tuple(sorted(set(given or ())))

@@ -19,6 +19,7 @@ from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.planning.mesh.gpus import find_gpu
 from diloco.planning.mesh.picture import print_section
+from diloco.planning.mesh.request import parse_bytes
 from diloco.planning.mesh.seconds import MFU, compute_seconds
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from inner.flops import flops_per_token
@@ -42,6 +43,7 @@ class PlanRequest:
     islands: int | None = None
     bandwidth: str = "1gbit"
     rtt: str = "0ms"
+    disk: str = "1GB"
     step_seconds: str | None = None
     flops: str | None = None
     gpu: str | None = None
@@ -78,6 +80,7 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     rtt_seconds = _parse("--rtt", parse_seconds, request.rtt)
     tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)
     codec_bytes = None if request.codec_speed is None else _parse("--codec-speed", parse_count, request.codec_speed)
+    disk = parse_bytes("--disk", request.disk)
     if request.gpus is None and (request.watts or request.hours):
         raise ConfigError("--watts and --hours describe the GPUs: also give --gpus, the number of GPUs in all islands")
     islands = [build_step_plan(config.run, load_island(config, i)) for i in range(max(1, len(config.islands)))]
@@ -102,7 +105,7 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     )
     target = request.utilisation or UTILISATION
     rungs = ladder(case, target, measure)
-    picture = Picture(config, islands[0], step.source, rungs, target, tokens)
+    picture = Picture(config, islands[0], step.source, rungs, target, tokens, disk)
     print_plan(picture, console)
     if request.gpus is not None:
         show_laws(picture, request, console)

@@ -16,6 +16,7 @@ from diloco.planning.mesh.picture import header, print_section, print_text
 from diloco.planning.mesh.step_plan import StepPlan
 from diloco.planning.mesh.traffic import plain_table
 from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
+from diloco.planning.state_times import count_state_bytes
 from diloco.planning.utilisation import Model, diloco, streaming, utilisation
 from inner.measure.param_specs import num_elements
 from outer.cost import round_bytes
@@ -35,6 +36,8 @@ class Picture:
     target: float
     tokens: float | None
     """Number of tokens for which the duration is predicted; None uses the run's own number."""
+    disk: float
+    """Bytes per second that an island's ranks together write to their disk, or read from it."""
 
     @property
     def case(self) -> Case:
@@ -66,6 +69,7 @@ def print_plan(picture: Picture, console: Console) -> None:
     for line in notes(picture):
         print_text(console, line)
     print_section(console, "What a rank holds on the host (estimate)", memory_table(picture))
+    print_section(console, "Saving, joining and coming back", state_table(picture))
     settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
     print_section(console, settings, advice_table(picture))
     console.print()
@@ -179,6 +183,25 @@ def memory_table(picture: Picture) -> Table:
     table.add_row("together", human_bytes(host.least), human_bytes(host.estimate))
     if island.device_type != "cpu":
         table.add_row("for comparison, an inner step on a GPU", "", human_bytes(max(e.peak for e in island.memory)))
+    return table
+
+
+def state_table(picture: Picture) -> Table:
+    """Return a table of the bytes of an island's state, and how long they take on the link or disk."""
+    case = picture.case
+    state = count_state_bytes(picture.config.run, case.specs, case.num_islands)
+    link = case.link.bits_per_second / 8
+    disk = f"a disk of {human_bytes(picture.disk)}/s (--disk)"
+    rows = (
+        ("a checkpoint", state.saved, picture.disk, f"onto {disk}, beside training"),
+        ("starting from it", state.saved, picture.disk, f"from {disk}"),
+        ("joining", state.joined, link, "the state that all islands share"),
+        ("a missed round", state.missed, link, "its means, or a joiner's download if that is less"),
+    )
+    table = plain_table(("",), ("of an island", "seconds"))
+    table.add_column("")
+    for what, num_bytes, rate, note in rows:
+        table.add_row(what, human_bytes(num_bytes), human_duration(num_bytes / rate), note)
     return table
 
 

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -15,11 +14,9 @@ from diloco.config.own_code import load_own_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
-from diloco.faults.spec import BOOTSTRAP, Fault, check_nodes_of, check_processes, check_targets, parse_fault
+from diloco.faults.spec import BOOTSTRAP, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
-from diloco.network_emulation.namespaces import check_possible
-from diloco.network_emulation.nat import check_nat_possible
 from diloco.records.best_effort import best_effort
 from diloco.records.run_folder import BASELINE, FACTS, RunFacts, island_folders, read_run, write_facts
 from diloco.report.html import write_report
@@ -27,7 +24,8 @@ from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
 from diloco.runtime.devices.gpus import find_obstacle, list_cards, list_gpus
 from diloco.runtime.devices.shares import GpuShares, check_shares, describe_shares, share_first_gpu, share_gpus
-from diloco.runtime.processes import PROC, Child, island_command, stop
+from diloco.runtime.processes import Child, island_command, stop
+from diloco.simulate.checks import check_disturbances
 from diloco.simulate.dashboard import Dashboard, print_failure
 from diloco.simulate.fleet import (
     Fleet,
@@ -41,10 +39,11 @@ from diloco.simulate.fleet import (
 )
 from diloco.simulate.in_process import configure_in_process, run_in_process
 from diloco.simulate.injector import FaultInjector
-from diloco.simulate.nodes import check_nodes
 from diloco.simulate.run_dir import prepare_run
 
 POLL_SECONDS = 0.05
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C has ended."""
 
 
 def simulate(
@@ -58,18 +57,45 @@ def simulate(
     in_process: bool = False,
     resume: bool = False,
 ) -> int:
-    """Run the simulation, or with `resume` continue a stopped one.
+    """Run the simulation, or with `resume` continue a stopped one, and print its results.
 
     Return exit status 0 if an island finished the run, 1 if none did, 130 if interrupted.
     """
     config = resize(pin_weights_hash(load_own_config(path, overrides)), islands, ranks)
+    console = Console()
+    status, run_dir = simulate_config(
+        config,
+        console,
+        with_baseline=with_baseline,
+        disturbances=disturbances,
+        in_process=in_process,
+        resume=resume,
+    )
+    if status != INTERRUPTED:
+        print_results(run_dir, console)
+    return status
+
+
+def simulate_config(
+    config: Config,
+    console: Console,
+    *,
+    with_baseline: bool = False,
+    disturbances: Disturbances = NO_DISTURBANCES,
+    in_process: bool = False,
+    resume: bool = False,
+    injector: type[FaultInjector] = FaultInjector,
+) -> tuple[int, Path]:
+    """Run all islands of the config with an injector of this kind.
+
+    Return the exit status as `simulate` does, and the run's folder.
+    """
     if in_process:
         config = configure_in_process(config, has_disturbances=disturbances != NO_DISTURBANCES)
     else:
         check_transport(config)
     links = parse_links(disturbances.links, len(config.islands))
     check_disturbances(disturbances, config)
-    console = Console()
     gpus, num_gpus = share_machine(config, console, in_process=in_process)
     ranks_of_baseline = count_baseline_ranks(config, gpus, num_gpus)
     if with_baseline:
@@ -94,7 +120,7 @@ def simulate(
                 finished = (
                     run_in_process(config, run_dir, started, console)
                     if in_process
-                    else run_islands(config, run_dir, disturbances, fleet, console)
+                    else run_islands(config, run_dir, disturbances, fleet, console, injector)
                 )
             finally:
                 stop(started)
@@ -103,11 +129,10 @@ def simulate(
             finished = run_baseline(config, run_dir, ranks_of_baseline, started, console)
     except KeyboardInterrupt:
         console.print(f"stopping; for the results so far: diloco report {run_dir}", soft_wrap=True)
-        return 130
+        return INTERRUPTED, run_dir
     finally:
         stop(started)
-    print_results(run_dir, console)
-    return 0 if finished else 1
+    return (0 if finished else 1), run_dir
 
 
 def print_results(run_dir: Path, console: Console) -> None:
@@ -139,54 +164,6 @@ def share_machine(config: Config, console: Console, *, in_process: bool) -> tupl
     return shares, len(gpus)
 
 
-def check_disturbances(disturbances: Disturbances, config: Config) -> None:
-    """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
-    faults = [parse_fault(spec) for spec in disturbances.faults]
-    hidden = (*disturbances.nat, *disturbances.proxy)
-    is_there = {"has_bootstrap": config.outer.network.leaves_process, "has_relays": bool(hidden)}
-    check_targets(faults, len(config.islands), nat=disturbances.nat, **is_there)
-    check_processes(
-        faults,
-        [config.for_island(index).ranks for index in range(len(config.islands))],
-        has_daemon=config.outer.network.has_daemon,
-    )
-    check_parts(faults)
-    check_nodes_of(faults, disturbances.nodes)
-    if disturbances.nodes > 1:
-        check_nodes(config, disturbances.nodes)
-    if disturbances.needs_net:
-        check_possible()
-    check_hidden("--nat", disturbances.nat, config, forgets=any(fault.kind == "forget" for fault in faults))
-    check_hidden("--proxy", disturbances.proxy, config)
-    if both := set(disturbances.nat) & set(disturbances.proxy):
-        raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; give it to only one of them")
-
-
-def check_parts(faults: Sequence[Fault]) -> None:
-    """Raise ConfigError if a fault hits a part of an island and this system cannot tell which
-    processes belong to it.
-    """
-    for fault in faults:
-        if fault.part is not None and not PROC.is_dir():
-            raise ConfigError(
-                f"--fault {fault}: a part of an island ({fault.part}) is found in {PROC}, "
-                "which only Linux has, and not this system; leave out process= and node=, so that "
-                "the whole island is hit, or run it on Linux"
-            )
-
-
-def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False) -> None:
-    """Raise ConfigError if these islands cannot be placed where only a relay reaches them."""
-    if not hidden:
-        return
-    if not config.outer.network.has_routes:
-        transport = config.outer.transport
-        raise ConfigError(f"{option}: only tls has relays; outer.transport is {transport!r}, set it to tls")
-    if unknown := [index for index in hidden if not 0 <= index < len(config.islands)]:
-        raise ConfigError(f"{option}: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
-    check_nat_possible(option, forgets=forgets)
-
-
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
     """Return the config with the requested number of islands and ranks. The first round waits for
     all islands.
@@ -215,7 +192,14 @@ def check_transport(config: Config) -> None:
         )
 
 
-def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet: Fleet, console: Console) -> bool:
+def run_islands(
+    config: Config,
+    run_dir: Path,
+    disturbances: Disturbances,
+    fleet: Fleet,
+    console: Console,
+    injector: type[FaultInjector] = FaultInjector,
+) -> bool:
     """Start all processes, inject the faults and show the run until it is over. Return whether an
     island finished.
     """
@@ -237,8 +221,9 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     if disturbances.storm is not None:
         endless = storm(disturbances.storm_seed, disturbances.storm, len(config.islands))
         storm_faults = islice(endless, disturbances.storm_count)
-    injector = FaultInjector(fleet, faults, storm_faults)
-    supervise(fleet, injector, Dashboard(run_dir, [], config.total_steps, console), console)
+    supervise(
+        fleet, injector(fleet, faults, storm_faults), Dashboard(run_dir, [], config.total_steps, console), console
+    )
     return any(island.exit_code == 0 for island in fleet.islands.values())
 
 

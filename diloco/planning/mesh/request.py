@@ -38,16 +38,16 @@ def find_limit(request: MeshRequest, hardware: Hardware | None) -> int | None:
     Raises ConfigError.
     """
     if request.memory is not None:
-        return parse_bytes(request.memory)
+        return parse_bytes("--memory", request.memory)
     return None if hardware is None else int(hardware.gpu.memory_bytes)
 
 
-def parse_bytes(text: str) -> int:
-    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError."""
+def parse_bytes(option: str, text: str) -> int:
+    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError, which names the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         raise ConfigError(
-            f"--memory: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of 1000) or "
+            f"{option}: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of 1000) or "
             "KiB MiB GiB TiB (of 1024), for example 80GB"
         )
     return int(float(match[1]) * UNITS[match[2].upper()])

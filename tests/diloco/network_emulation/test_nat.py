@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.network_emulation.namespaces import Namespace, ip, list_namespaces, open_net
 from diloco.network_emulation.nat import enclose, forget_connections, masquerade
 from diloco.network_emulation.sites import build_site
-from diloco.simulate.launch import check_hidden
+from diloco.simulate.checks import check_hidden
 from tests.swarm import TINY
 
 CAN = os.geteuid() == 0 and shutil.which("ip") and shutil.which("nft")

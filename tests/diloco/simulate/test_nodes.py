@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.faults.disturbances import Disturbances
 from diloco.network_emulation.namespaces import Namespace
 from diloco.network_emulation.sites import Site
-from diloco.simulate.launch import check_disturbances
+from diloco.simulate.checks import check_disturbances
 from diloco.simulate.nodes import NodesOf, environment, nodes_command, shared_folders, torchrun_command
 from tests.swarm import TINY
 

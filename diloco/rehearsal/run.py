@@ -1,0 +1,152 @@
+"""`diloco rehearse`: a small run with a config's own outer settings, and every fault that an operator should
+have seen once, one after another.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from diloco.config.own_code import load_own_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.faults.disturbances import Disturbances
+from diloco.faults.spec import Fault
+from diloco.network_emulation.namespaces import check_possible
+from diloco.records.run_folder import read_run
+from diloco.rehearsal.table import print_rehearsal
+from diloco.runtime.operator_requests import STOP, make_request
+from diloco.simulate.fleet import Fleet
+from diloco.simulate.injector import FaultInjector
+from diloco.simulate.launch import INTERRUPTED, resize, simulate_config
+
+MOST_RANKS = 2
+CALM_SECONDS = 4.0
+"""Time between the end of a fault and the next one, at least. All islands must have committed in it."""
+GIVE_UP_SECONDS = 180.0
+"""After so long without calm the rehearsal ends; the table then shows what did not come back."""
+ROUNDS = 1_000_000
+"""More rounds than a rehearsal has: it ends by a request to stop."""
+
+
+def rehearse(path: Path, overrides: list[str]) -> int:
+    """Run the rehearsal and print its table.
+
+    Return exit status 0 if the others committed again after every fault, every island came back and
+    all digests are equal; 1 if not; 130 if interrupted. Raises ConfigError and InputError.
+    """
+    config = in_the_small(load_own_config(path, overrides))
+    console = Console()
+    faults = list(planned_faults(config, can_cut=_can_cut()))
+    console.print(f"{len(faults)} faults, one after another, each when all islands train again", soft_wrap=True)
+    disturbances = Disturbances(faults=tuple(faults))
+    status, run_dir = simulate_config(config, console, disturbances=disturbances, injector=OneByOne)
+    if status == INTERRUPTED:
+        return status
+    return 0 if print_rehearsal(read_run(run_dir), console) else 1
+
+
+def in_the_small(config: Config) -> Config:
+    """Return a config with the same islands and outer settings and a tiny model on small text.
+
+    Islands have at most two ranks on the processor. Addresses, keys and other places are left out.
+    Raises ConfigError for a run of one island.
+    """
+    config = resize(config, None, None)
+    if len(config.islands) < 2:
+        raise ConfigError("a rehearsal needs two islands: add entries to `islands`, or set outer.start_islands=2")
+    outer = config.outer
+    layers = max(2, outer.fragments)
+    ranks = [min(MOST_RANKS, config.for_island(index).ranks) for index in range(len(config.islands))]
+    values = {
+        "name": f"{config.name}-rehearsal",
+        "model": {"dim": 32, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64},
+        "data": {"source": "python-stdlib", "seq_len": 32},
+        "optimizer": {"tokens_per_step": 32 * 4 * MOST_RANKS, "warmup_steps": 0, "schedule": "constant"},
+        "outer": outer.model_dump(mode="json") | {"rounds": ROUNDS},
+        "evaluate": {"every_rounds": ROUNDS, "tokens": 32},
+        "island": {
+            "micro_batch": 4,
+            "device": "cpu",
+            "run_dir": config.island.run_dir,
+            "cache_dir": config.island.cache_dir,
+            "checkpoint": {"every_rounds": 5},
+        },
+        "islands": [{"ranks": each} for each in ranks],
+    }
+    return Config.model_validate(values)
+
+
+def planned_faults(config: Config, *, can_cut: bool) -> Iterator[str]:
+    """Yield the faults of a rehearsal in their order, as `--fault` takes them."""
+    last = len(config.islands) - 1
+    if config.for_island(last).ranks > 1:
+        yield f"kill:{last}@second=0,process=rank1,back=1"
+    yield f"kill:{last}@second=0,back=1"
+    yield f"freeze:{last}@second=0,seconds=8"
+    yield f"leave:{last}@second=0,back=1"
+    yield f"corrupt:{last}@second=0"
+    yield "kill:0@second=0,back=1"
+    if config.outer.network.leaves_process:
+        yield "kill:bootstrap@second=0,back=1"
+    if can_cut:
+        yield f"cut:{last}@second=0,seconds=8"
+    yield "join:@second=0"
+
+
+def _can_cut() -> bool:
+    """Return whether this machine and user can cut links between islands."""
+    try:
+        check_possible()
+    except ConfigError:
+        return False
+    return True
+
+
+class OneByOne(FaultInjector):
+    """Injects each fault when all islands have committed since the one before it has ended, and then
+    ends the run.
+    """
+
+    def __init__(self, fleet: Fleet, faults: Sequence[Fault], storm: Iterator[Fault] | None = None) -> None:
+        assert storm is None, "a rehearsal has its own faults"
+        super().__init__(fleet, (), iter(faults))
+        self._calm_since: float | None = None
+        self._rounds_at_calm: dict[int, int] = {}
+        self._last_fault_at = time.monotonic()
+        self._has_asked = False
+
+    def poll(self) -> None:
+        """Do what FaultInjector does, and end the run after the last fault, or if calm does not come."""
+        self._note_calm()
+        super().poll()
+        is_late = time.monotonic() - self._last_fault_at > GIVE_UP_SECONDS
+        is_over = self._next_of_storm is None and self._is_calm()
+        if (is_over or is_late) and not self._has_asked:
+            self._has_asked = True
+            make_request(self._fleet.run_dir, STOP)
+
+    def _inject(self, fault: Fault) -> None:
+        super()._inject(fault)
+        self._calm_since = None
+        self._last_fault_at = time.monotonic()
+
+    def _may_strike(self, fault: Fault) -> bool:
+        return not self._has_asked and self._is_calm()
+
+    def _note_calm(self) -> None:
+        """Remember since when nothing is under way and no island is down."""
+        is_disturbed = bool(self._restarts or self._scheduled_ends or any(map(self.is_down, self._fleet.islands)))
+        if is_disturbed:
+            self._calm_since = None
+        elif self._calm_since is None:
+            self._calm_since = time.monotonic()
+            self._rounds_at_calm = {index: progress.round for index, progress in self._progress.items()}
+
+    def _is_calm(self) -> bool:
+        """Return whether all islands have committed in CALM_SECONDS or more without a fault."""
+        if self._calm_since is None or time.monotonic() - self._calm_since < CALM_SECONDS:
+            return False
+        before = self._rounds_at_calm
+        return all(progress.round > before.get(index, 0) for index, progress in self._progress.items())

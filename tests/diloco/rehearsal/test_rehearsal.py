@@ -1,0 +1,106 @@
+"""A rehearsal keeps a config's outer settings, makes every fault, and says what did not recover."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.config.schema import load_config, parse_config
+from diloco.errors import ConfigError
+from diloco.faults.spec import check_processes, check_targets, parse_fault
+from diloco.records.faults import FaultRecord
+from diloco.records.metrics import RoundRecord
+from diloco.records.run_folder import IslandRecords, RunRecords
+from diloco.rehearsal.run import in_the_small, planned_faults
+from diloco.rehearsal.table import find_outcomes, print_rehearsal
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+TWO = "outer: {start_islands: 2, transport: gloo, codec: int4, quorum: 2}"
+
+
+def commit(number: int, at: float, digest: str = "a") -> RoundRecord:
+    return RoundRecord(
+        round=number,
+        attempt=0,
+        participants=("island-0", "island-1"),
+        committed=True,
+        digest=f"{digest}{number}",
+        bytes_sent=1,
+        bytes_received=1,
+        reduce_seconds=0.1,
+        wait_seconds=0.0,
+        pseudo_gradient_norm=1.0,
+        time=at,
+    )
+
+
+def fault(kind: str, at: float, *islands: str, is_end: bool = False) -> FaultRecord:
+    text = f"{kind} {', '.join(islands)}"
+    return FaultRecord(spec=f"{kind}:1", kind=kind, islands=islands, text=text, is_end=is_end, time=at)
+
+
+def run_of(faults: list[FaultRecord], *rounds: list[RoundRecord]) -> RunRecords:
+    islands = [IslandRecords(f"island-{index}", rounds=each) for index, each in enumerate(rounds)]
+    return RunRecords(Path("runs/x"), None, islands, None, faults)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_each_shipped_config_can_be_rehearsed(path: Path) -> None:
+    config = load_config(path)
+    if len(config.islands) < 2 and config.outer.start_islands < 2:
+        pytest.skip("a run of one island")
+    small = in_the_small(config)
+    assert small.outer.model_copy(update={"rounds": 1}) == config.outer.model_copy(
+        update={"rounds": 1, "start_islands": small.outer.start_islands}
+    )
+    faults = [parse_fault(text) for text in planned_faults(small, can_cut=True)]
+    ranks = [small.for_island(index).ranks for index in range(len(small.islands))]
+    check_targets(faults, len(small.islands), has_bootstrap=small.outer.network.leaves_process)
+    check_processes(faults, ranks, has_daemon=small.outer.network.has_daemon)
+
+
+def test_a_run_of_one_island_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs two islands"):
+        in_the_small(parse_config("outer: {start_islands: 1}"))
+
+
+def test_a_cut_is_left_out_where_links_cannot_be_cut() -> None:
+    small = in_the_small(parse_config(TWO))
+    assert not [text for text in planned_faults(small, can_cut=False) if text.startswith("cut")]
+
+
+def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_island_itself() -> None:
+    faults = [fault("kill", 10.0, "island-1"), fault("kill", 15.0, "island-1", is_end=True)]
+    run = run_of(faults, [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0), commit(2, 18.0)])
+    (outcome,) = find_outcomes(run)
+    assert (outcome.others, outcome.itself, outcome.is_good) == (2.0, 3.0, True)
+
+
+def test_an_island_that_does_not_come_back_is_said() -> None:
+    run = run_of([fault("kill", 10.0, "island-1")], [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0)])
+    console = Console(record=True, width=200)
+    assert not print_rehearsal(run, console)
+    assert "NOT RECOVERED: kill island-1" in console.export_text()
+
+
+def test_others_that_do_not_commit_again_are_said() -> None:
+    run = run_of([fault("corrupt", 10.0, "island-1")], [commit(0, 9.0)], [commit(0, 9.0), commit(1, 12.0)])
+    assert not print_rehearsal(run, Console(record=True))
+
+
+def test_a_bootstrap_process_has_no_rounds_of_its_own() -> None:
+    run = run_of([fault("kill", 10.0, "bootstrap")], [commit(1, 12.0)], [commit(1, 12.0)])
+    assert print_rehearsal(run, Console(record=True))
+
+
+def test_only_a_cut_lets_islands_commit_apart() -> None:
+    apart = [commit(1, 12.0), commit(2, 20.0)], [commit(1, 12.0, "b"), commit(2, 20.0)]
+    assert print_rehearsal(run_of([fault("cut", 10.0, "island-1")], *apart), Console(record=True))
+    assert not print_rehearsal(run_of([fault("kill", 10.0, "island-1")], *apart), Console(record=True))
+
+
+def test_states_that_differ_at_the_end_are_a_failure() -> None:
+    run = run_of([fault("cut", 10.0, "island-1")], [commit(1, 12.0)], [commit(1, 12.0, "b")])
+    console = Console(record=True, width=200)
+    assert not print_rehearsal(run, console)
+    assert "NOT EQUAL" in console.export_text()
