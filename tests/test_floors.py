@@ -82,7 +82,6 @@ LARGER = {
     "inner/model": "the decoder: its sizes and parameters, its modules, what they compute with",
     "diloco/planning/mesh": "what a mesh costs: one file for each figure and picture of it",
     "diloco/config": "a config: its parts, how it is read, checked and explained, one file each",
-    "diloco/simulate": "the processes of a simulated run, and what is done with them, one file each",
     "diloco/runtime": "one file for each thing that a rank does beside its inner steps",
     "inner/optim": "optimizers, one file each, and what a step does with gradients and learning rate",
     "inner/data/sources": "one file for each kind of source, beside what they share",

@@ -263,7 +263,7 @@ def test_what_does_not_fit_names_a_value_to_set():
     ("text", "size"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("7kB", 7000), ("2 tb", 2 * 10**12), ("9B", 9)]
 )
 def test_sizes_are_read_as_they_are_written(text, size):
-    assert parse_bytes(text) == size
+    assert parse_bytes("--memory", text) == size
 
 
 # Mistakes, and what it costs
