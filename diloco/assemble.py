@@ -126,6 +126,7 @@ def build_trainer(
         compute_dtype=island.resolve_compute_dtype(device),
         micro_batch=island.micro_batch,
         seq_len=longest_sequence(config),
+        first_seq_len=at_stage(config, 0).data.seq_len,
         seed=config.seed,
         total_steps=config.total_steps,
         eos_id=corpus.eos_id if config.data.document_mask else None,

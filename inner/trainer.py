@@ -30,6 +30,7 @@ from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_b
 from inner.optim.spikes import Spike, SpikeWatch
 from inner.parallel.build import (
     Layout,
+    StepShape,
     build_cutter,
     build_runner,
     build_stages,
@@ -38,6 +39,7 @@ from inner.parallel.build import (
 )
 from inner.parallel.layout_check import check_layout
 from inner.parallel.own_model import initialise_own_model
+from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.fsdp import free_gathered_weights
 from inner.params import LocalParams
 
@@ -78,11 +80,14 @@ class TrainerSettings:
     micro_batch: int
     """Number of sequences in one forward pass on one rank."""
     seq_len: int
+    """Length of the longest sequences of the run."""
     seed: int
     total_steps: int
     """Number of inner steps of the whole run, which is the length of the learning-rate schedule."""
     eos_id: int | None = None
     """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
+    first_seq_len: int | None = None
+    """Length of the sequences of the first steps, until `enter_stage`. None: the longest."""
     init_from: Path | None = None
     """Folder with initial weights in Hugging Face's layout. None: they are drawn from the seed."""
     draw_weights: Callable[[LocalParams, Sequence[Transformer], int], None] = initialise
@@ -110,7 +115,7 @@ class Trainer:
         self.mesh = mesh
         self.inner_step = 0
         self._config = optimizer_config
-        self._seq_len = settings.seq_len
+        self._seq_len = settings.first_seq_len or settings.seq_len
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self.broken_since: int | None = None
@@ -118,9 +123,11 @@ class Trainer:
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
-            check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
+            check_layout(model, mesh.degrees, parallel, self._seq_len, self.micro_batches_per_step)
         dtype = COMPUTE_DTYPES[settings.compute_dtype]
-        layout = Layout(model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss)
+        self._layout = layout = Layout(
+            model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss
+        )
         self.model_parts = build_stages(layout)
         whole = build_whole(layout)
         self.params = LocalParams(whole, self.model_parts)
@@ -133,12 +140,12 @@ class Trainer:
         names = [name for name, _ in whole.named_parameters()]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
         self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
-        self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
         self._balance: ExpertBalance | None = None
         if isinstance(model, ModelSizes) and model.experts is not None:
             self._balance = ExpertBalance(model, mesh, self.model_parts, self._sum)
-        self._runner = build_runner(layout, self.model_parts, settings.micro_batch, self.micro_batches_per_step)
+        self._copies = ComputeCopies(self.model_parts, layout.compute_dtype)
+        self._build_step()
 
     @property
     def data_rank(self) -> int:
@@ -159,10 +166,34 @@ class Trainer:
         """Use sequences of length `seq_len` and the config's lr and tokens per step from now on.
 
         The settings' `seq_len` is the limit. All ranks must call it between the same two steps.
+        Raises InputError if the mesh cannot run such steps.
         """
         assert seq_len <= self.settings.seq_len, f"seq_len {seq_len} is above the longest, {self.settings.seq_len}"
+        before = self._step_shape
         self._seq_len = seq_len
         self._config = optimizer_config
+        if self._step_shape == before:
+            return
+        layout = self._layout
+        if isinstance(layout.model, ModelSizes):
+            degrees = self.mesh.degrees
+            check_layout(layout.model, degrees, layout.parallel, seq_len, self.micro_batches_per_step)
+        self._build_step()
+
+    def _build_step(self) -> None:
+        """Build what depends on the shape of a step: the cutter, RoPE's table, and the runner with
+        its schedule and receive buffers. Every rank must call it.
+        """
+        layout = self._layout
+        self._cutter = build_cutter(layout, self._seq_len, self.settings.eos_id)
+        if isinstance(layout.model, ModelSizes):
+            for stage in self.model_parts:
+                stage.set_positions(layout.positions_at(self._seq_len))
+        self._runner = build_runner(layout, self.model_parts, self._copies, self._step_shape)
+
+    @property
+    def _step_shape(self) -> StepShape:
+        return StepShape(self.settings.micro_batch, self._seq_len, self.micro_batches_per_step)
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """Make one inner step on int64 micro-batches (micro_batch, seq_len + 1) on the CPU.

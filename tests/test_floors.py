@@ -87,6 +87,7 @@ LARGER = {
     "inner/data/sources": "one file for each kind of source, beside what they share",
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
+    "inner/trainer.py": "the inner step and what it is made of, with every call in its order",
     "outer/loop.py": "the outer loop, with every call that an island makes, in their order",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
 }

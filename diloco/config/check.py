@@ -34,13 +34,14 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
     check_trainer(run)
     check_extras(island, where)
-    check_stages_of_island(run, island, where)
     try:
         run.data.of_island(island.label)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    for stage in range(len(run.stages) or 1):
-        check_mesh(at_stage(run, stage), island, where)
+    if not run.stages:
+        check_mesh(run, island, where)
+    for stage in range(len(run.stages)):
+        check_mesh(at_stage(run, stage), island, f"{where}, stages[{stage}]")
 
 
 def check_network(run: RunConfig, island: IslandConfig) -> None:
@@ -104,28 +105,6 @@ def check_index(config: Config, index: int) -> None:
         raise ConfigError(
             f"island.index: got {index}, and `islands` has the entries 0 to {count - 1}; choose one of them, add an "
             "entry, or set island.joins=true to join a run that others have begun"
-        )
-
-
-def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
-    """Raise ConfigError if stages of the run change a setting that the island's mesh needs to stay
-    constant.
-    """
-    stages = [at_stage(run, number) for number in range(len(run.stages))]
-    lengths = {stage.data.seq_len for stage in stages}
-    steps = {stage.optimizer.tokens_per_step for stage in stages}
-    degrees = island.mesh
-    if len(lengths) > 1 and max(degrees.cp, degrees.tp, degrees.pp) > 1:
-        raise ConfigError(
-            f"{where}: stages change data.seq_len, which must be constant with island.mesh.cp, tp "
-            "or pp above 1; leave seq_len out of the stages, or use dp_shard and dp_replicate "
-            "alone"
-        )
-    if len(steps) > 1 and degrees.pp > 1:
-        raise ConfigError(
-            f"{where}: stages change optimizer.tokens_per_step, and with island.mesh.pp above 1 "
-            "the number of micro-batches must be constant; leave tokens_per_step out of the "
-            "stages, or set island.mesh.pp to 1"
         )
 
 

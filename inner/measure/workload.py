@@ -39,6 +39,9 @@ class Workload:
     does."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """Losses of the routers, which keep and send values of their own."""
+    longest_seq_len: int | None = None
+    """Length of the longest sequences of the run, by which layers are dealt to pipeline stages.
+    None: `seq_len`."""
 
     @property
     def tokens(self) -> int:
@@ -73,7 +76,8 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        costs = layer_costs(self.sizes, self.seq_len, self.parallel.recompute)
+        longest = self.longest_seq_len or self.seq_len
+        costs = layer_costs(self.sizes, longest, self.parallel.recompute)
         return plan_stages(self.parallel, costs, self.degrees.pp)
 
     @cached_property

@@ -138,6 +138,15 @@ class Transformer(nn.Module):
             assert isinstance(layer, Block)
             yield layer
 
+    def set_positions(self, positions_S: Tensor) -> None:
+        """Compute with inputs at these positions from now on: int64, on the CPU.
+
+        RoPE's frequencies remain those of the longest sequence.
+        """
+        self._positions_S = positions_S
+        table_2SE = rope_table(self.sizes, positions_S, self._seq_len)
+        self.rope_2SE = table_2SE.to(self.rope_2SE.device)
+
     def fill_tables(self) -> None:
         """Compute RoPE's table in fp32, and set the routers' biases to 0. Call it after
         to_empty().

@@ -39,6 +39,7 @@ class Layout:
 
     model: ModelSizes | OwnModel
     seq_len: int
+    """Length of the longest sequences of the run, by which layers are dealt to pipeline stages."""
     mesh: IslandMesh
     parallel: ParallelConfig
     compute_dtype: torch.dtype
@@ -92,8 +93,12 @@ class Layout:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Positions in the sequence that this rank holds, int64 on the CPU."""
-        return rank_positions(self.parallel.context, self.seq_len, self.mesh.degrees.cp, self.mesh.at["cp"])
+        """Positions in the longest sequence that this rank holds, int64 on the CPU."""
+        return self.positions_at(self.seq_len)
+
+    def positions_at(self, seq_len: int) -> torch.Tensor:
+        """Return the positions that this rank holds in sequences of this length, int64 on the CPU."""
+        return rank_positions(self.parallel.context, seq_len, self.mesh.degrees.cp, self.mesh.at["cp"])
 
 
 def build_stages(layout: Layout) -> list[Transformer]:
@@ -154,31 +159,40 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     return model.to_empty(device=layout.device)
 
 
-def build_cutter(layout: Layout, eos_id: int | None) -> Cutter:
-    """Build the cutter of windows into this rank's micro-batches; `eos_id` as in
-    TrainerSettings.
+def build_cutter(layout: Layout, seq_len: int, eos_id: int | None) -> Cutter:
+    """Build the cutter of windows of `seq_len` + 1 tokens into this rank's micro-batches; `eos_id`
+    as in TrainerSettings.
     """
     everywhere = layout.parallel.context == "ulysses"
-    return Cutter(layout.positions, layout.seq_len, eos_id, layout.device, attends_everywhere=everywhere)
+    return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, attends_everywhere=everywhere)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step of one rank consists of. It may differ between the stages of a run."""
+
+    micro_batch: int
+    """Number of sequences in a micro-batch."""
+    seq_len: int
+    num_micro_batches: int
 
 
 def build_runner(
-    layout: Layout, stages: Sequence[Transformer], micro_batch: int, num_micro_batches: int
+    layout: Layout, stages: Sequence[Transformer], copies: ComputeCopies, shape: StepShape
 ) -> OneStage | Pipeline:
-    """Build the runner of this rank's stages over the micro-batches of a step. Every rank must call
-    it.
+    """Build the runner of this rank's stages over the micro-batches of a step of this shape. Every
+    rank must call it. `copies`: those of the stages, which all runners of a trainer share.
     """
     degrees = layout.mesh.degrees
-    copies = ComputeCopies(stages, layout.compute_dtype)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss
         return OneStage(stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each)
-    num_positions = len(layout.positions)
+    num_positions = len(layout.positions_at(shape.seq_len))
     stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
-    stream = StreamShape(micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
+    stream = StreamShape(shape.micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
     local = LocalStages(stages, layout.stage_ranks, layout.mesh.pp_group, stream, layout.device)
-    return Pipeline(local, copies, layout.parallel.schedule, num_micro_batches, reduces_each=reduces_each)
+    return Pipeline(local, copies, layout.parallel.schedule, shape.num_micro_batches, reduces_each=reduces_each)
 
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:

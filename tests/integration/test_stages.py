@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,17 +89,23 @@ def check_stages(island: Island) -> None:
     assert [text.split(":")[0].split(" from")[0] for text in island.events("stage")][-1] == "3 of 3"
 
 
-def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+MESHES = [{"ranks": 2, "mesh": {"pp": 2}}, {"ranks": 2, "mesh": {"cp": 2}}]
+
+
+@pytest.mark.parametrize("meshes", [[{}, {}], MESHES], ids=["one process each", "pp and cp"])
+def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(
+    meshes: list[dict[str, Any]], tmp_path: Path
+) -> None:
     settings = staged(tmp_path)
-    with swarm(tmp_path / "whole", *settings, islands=[{}, {}]) as made:
+    with swarm(tmp_path / "whole", *settings, islands=meshes) as made:
         whole = made.run_all()
         check_stages(whole[0])
         last = whole[1].committed()[5]
         account = data_account(read_run(whole[0].folder.parent).islands)
     assert (account["units_trained"], account["units_repeated"]) == (24, 0)
-    with swarm(tmp_path / "broken", *settings, islands=[{}, {}]) as made:
+    with swarm(tmp_path / "broken", *settings, islands=meshes) as made:
         for island in made.start_all(lambda config, index: die_after(7, config, index)):
-            assert island.wait() == [-signal.SIGKILL]
+            assert set(island.wait()) == {-signal.SIGKILL}
         broken = made.run_all()
         assert broken[0].events("resumed")
         check_stages(broken[0])

@@ -16,6 +16,7 @@ from diloco.planning.mesh.ranks import grids, select_shown
 from diloco.planning.mesh.request import MeshRequest, find_limit, find_requested_hardware
 from diloco.planning.mesh.roofline import roofline_mfu, roofline_table
 from diloco.planning.mesh.seconds import seconds_table
+from diloco.planning.mesh.stages_table import print_stages
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice
@@ -68,9 +69,11 @@ def show_mesh(
         print_text(console, f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its speed")
     print_ranks(plan, console)
     print_memory(island, plan, console)
+    if config.stages:
+        print_stages(config.run, island, console)
     if hardware is not None:
         title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, the terms overlap)"
-        print_section(console, title, seconds_table(plan.work, config.optimizer.tokens_per_step, hardware))
+        print_section(console, title, seconds_table(plan.work, plan.tokens_per_step, hardware))
         mfu = roofline_mfu(plan.work, plan.optimizer, hardware.gpu)
         title = f"Roofline of a step on {hardware.gpu_name}: MFU {mfu:.0%} at best (by data sheets, of a mean rank)"
         print_section(console, title, roofline_table(plan.work, plan.optimizer, hardware.gpu))
@@ -130,7 +133,7 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         f"{_heads(sizes)}, vocabulary {sizes.vocab_size}",
         *_experts_lines(sizes),
         f"ranks  {degrees.num_ranks} = {mesh}",
-        f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
+        f"step   {plan.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
     if sizes.experts is not None and degrees.has_sparse_mesh:

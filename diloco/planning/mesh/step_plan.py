@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diloco.config.check import check_island, list_candidates
-from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.config.schema import Config, IslandConfig, RunConfig, at_stage, longest_sequence
 from diloco.errors import ConfigError
 from inner.data.tokenizer import build_tokenizer, known_vocab_size, tokenizer_fingerprint
 from inner.measure.memory import MemoryEstimate, estimate_memory
@@ -25,6 +25,18 @@ class StepPlan:
     optimizer: StateBytes
     device_type: str
     is_vocabulary_assumed: bool
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step of the island."""
+        work = self.work
+        sequences = work.degrees.num_data_ranks * work.num_micro_batches * work.micro_batch
+        return sequences * work.seq_len
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the rank which needs most memory needs."""
+        return max(each.peak for each in self.memory)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -58,7 +70,19 @@ def load_island(config: Config, index: int, memory_bytes: int | None = None) -> 
 
 
 def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
-    """Return the plan of an island's inner step."""
+    """Return the plan of an island's inner step; of a run with stages, in the stage whose steps need
+    most memory.
+    """
+    return max(build_stage_plans(run, island), key=lambda plan: plan.peak if run.stages else 0)
+
+
+def build_stage_plans(run: RunConfig, island: IslandConfig) -> list[StepPlan]:
+    """Return the plan of an inner step in each stage; a run without stages has one plan."""
+    longest = longest_sequence(run)
+    return [_build_plan(at_stage(run, number), island, longest) for number in range(len(run.stages) or 1)]
+
+
+def _build_plan(run: RunConfig, island: IslandConfig, longest: int) -> StepPlan:
     degrees = resolve_degrees(island.mesh, island.ranks)
     vocab_size, is_assumed = vocabulary(run)
     device_type = "cpu" if island.device == "cpu" else "cuda"
@@ -67,6 +91,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
         degrees=degrees,
         parallel=island.parallel,
         seq_len=run.data.seq_len,
+        longest_seq_len=longest,
         micro_batch=island.micro_batch,
         num_micro_batches=accumulation_steps(
             run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks

@@ -345,3 +345,18 @@ def test_a_step_must_fit_into_the_gpu_that_is_named():
     assert not show_mesh(FOUR, large, MeshRequest(gpu="rtx4090"), console)
     with pytest.raises(ConfigError, match="--gpu, too"):
         show_mesh(FOUR, [], MeshRequest(fabric="ethernet-10"), console)
+
+
+def test_a_run_with_stages_has_a_line_for_each_and_the_picture_is_of_the_one_that_needs_most():
+    stages = "[{tokens: 65536, seq_len: 64, tokens_per_step: 2048}, {tokens_per_step: 8192}]"
+    lines = picture(["outer.rounds=40", f"stages={stages}", "data.seq_len=128", "island.micro_batch=4"])
+    begin = next(number for number, line in enumerate(lines) if line.startswith("Stages of the run"))
+    assert "of stage 2, which needs most memory" in lines[begin]
+    rows = [line.split() for line in lines[begin + 2 : begin + 4]]
+    assert [row[2:5] for row in rows] == [["2,048", "64", "2"], ["8,192", "128", "4"]]
+    assert any(line.startswith("step   8,192 tokens") for line in lines)
+
+
+def test_a_stage_that_does_not_fit_the_mesh_is_named():
+    stages = "[{tokens: 65536, seq_len: 64, tokens_per_step: 1000}, {}]"
+    assert "stages[0]" in error_of([f"stages={stages}", "data.seq_len=128", "island.micro_batch=4"])
