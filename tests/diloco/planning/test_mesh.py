@@ -353,7 +353,7 @@ def test_a_run_with_stages_has_a_line_for_each_and_the_picture_is_of_the_one_tha
     begin = next(number for number, line in enumerate(lines) if line.startswith("Stages of the run"))
     assert "of stage 2, which needs most memory" in lines[begin]
     rows = [line.split() for line in lines[begin + 2 : begin + 4]]
-    assert [row[2:5] for row in rows] == [["2,048", "64", "2"], ["8,192", "128", "4"]]
+    assert [row[2:5] for row in rows] == [["2,048", "64", "4"], ["8,192", "128", "8"]]
     assert any(line.startswith("step   8,192 tokens") for line in lines)
 
 
