@@ -1,0 +1,106 @@
+"""Islands of one process whose rounds wait for a quorum: stages, kills, and going back to an earlier state."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco import island as life
+from diloco.assemble import Runtime
+from diloco.config.schema import Config
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account
+from diloco.simulate.threads import train_together
+from inner.checkpoint.folder import list_published
+from tests.faults.waits import assert_one_history
+from tests.swarm import Island, Work, swarm
+
+NUM_ISLANDS, STEPS = 3, 4
+TOKENS = 512
+CYCLE = NUM_ISLANDS * STEPS * TOKENS
+QUORUM = ["outer.transport=loopback", "outer.wait_for=quorum", "outer.quorum=1", f"outer.inner_steps={STEPS}"]
+EACH_CYCLE = ["island.checkpoint.every_rounds=1", "island.checkpoint.keep=20"]
+STAGES = [{"tokens": 2 * CYCLE}, {"tokens": CYCLE, "tokens_per_step": TOKENS // 2, "seq_len": 16}, {"lr": 0.002}]
+SECONDS = {"island-0": 0.05, "island-1": 0.08, "island-2": 0.2}
+"""How long an island is held up in each inner step: they contribute to different rounds."""
+
+
+def slowed(runtime: Runtime) -> None:
+    """Let the island make its inner steps at its own pace."""
+    runtime.slow_down = lambda seconds: time.sleep(SECONDS[runtime.island.label])
+
+
+def live_at_own_pace(runtime: Runtime) -> None:
+    slowed(runtime)
+    life.run(runtime)
+
+
+def together(config: Config, index: int) -> None:
+    train_together(config, live_at_own_pace)
+
+
+def run(folder: Path, *settings: str, works: list[Work]) -> list[Island]:
+    """The islands of a run in one process, which is started once for each work; all but the last are killed."""
+    with swarm(folder, *QUORUM, *settings, islands=[{"ranks": 1}] * NUM_ISLANDS) as made:
+        for work in works[:-1]:
+            assert made.start(0, work).wait() == [-signal.SIGKILL]
+        process = made.start(0, works[-1])
+        process.finish()
+        return [Island(process.folder.parent / f"island-{index}", process.ranks) for index in range(NUM_ISLANDS)]
+
+
+def die_in_step(steps: int) -> Work:
+    """Kill the process when the slowest island has made so many inner steps."""
+
+    def live(runtime: Runtime) -> None:
+        slowed(runtime)
+        made = [0]
+
+        def die(seconds: float) -> None:
+            time.sleep(SECONDS[runtime.island.label])
+            made[0] += 1
+            if made[0] == steps and threading.current_thread().name == "island-2":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        runtime.slow_down = die
+        life.run(runtime)
+
+    return lambda config, index: train_together(config, live)
+
+
+def saved_rounds(island: Island) -> dict[int, str]:
+    """The digests of the states that the island has saved, by number of committed rounds."""
+    found = [saved.facts["outer"] for saved in list_published(island.folder / "checkpoints")[0]]
+    return {facts["position"]["round"]: facts["digest"] for facts in found}
+
+
+def border_units(island: Island) -> dict[str, str]:
+    """The first unit of each stage that the island has begun, by the stage's number."""
+    texts = [text.split(":")[0].split(" of 3 from unit ") for text in island.events("stage")]
+    return {number: unit for number, unit in texts}
+
+
+def check_stages(islands: list[Island]) -> None:
+    """Check that all islands hold one history and began each stage behind the same unit, on its text."""
+    assert_one_history(*islands)
+    units = [border_units(island) for island in islands]
+    assert units[0] == units[1] == units[2]
+    assert list(units[0]) == ["1", "2", "3"]
+    for island in islands:
+        tokens = [record["source_tokens"] for record in island.records("step")]
+        assert tokens
+    account = data_account(read_run(islands[0].folder.parent).islands)
+    assert account["units_repeated"] == 0
+
+
+def test_islands_of_unequal_pace_change_the_stage_with_the_same_commit(tmp_path: Path) -> None:
+    islands = run(tmp_path, f"stages={json.dumps(STAGES)}", "outer.rounds=6", works=[together])
+    check_stages(islands)
+    given = [{number for number, r in island.committed().items() if r["tokens"]} for island in islands]
+    assert given[0] != given[2], "they contributed to different rounds"
+    last = max(islands[0].committed())
+    assert {island.committed()[last]["digest"] for island in islands} == {islands[0].committed()[last]["digest"]}
