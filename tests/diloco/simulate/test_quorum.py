@@ -81,7 +81,7 @@ def saved_rounds(island: Island) -> dict[int, str]:
 def border_units(island: Island) -> dict[str, str]:
     """The first unit of each stage that the island has begun, by the stage's number."""
     texts = [text.split(":")[0].split(" of 3 from unit ") for text in island.events("stage")]
-    return {number: unit for number, unit in texts}
+    return dict(texts)
 
 
 def check_stages(islands: list[Island]) -> None:
