@@ -34,6 +34,7 @@ from inner.optim.own_optimizer import check_own_optimizer
 from inner.parallel.own_model import check_own_model
 from inner.trainer import Trainer, TrainerSettings
 from outer.connect.settings import Network
+from outer.leases.ledger import Ledger
 from outer.loop import OuterLoop
 from outer.space.ranks import RankGroup
 
@@ -88,13 +89,15 @@ class Runtime:
         """The run's config with the settings of the current stage."""
         return at_stage(self.config, max(self.stage, 0))
 
-    def enter_stage(self, number: int) -> None:
-        """Train on the text and with the settings of this stage from the next inner step on."""
+    def enter_stage(self, ledger: Ledger) -> None:
+        """Train on the text and with the settings of this ledger's stage from the next inner step
+        on.
+        """
+        borders = ledger.borders
+        number = len(borders)
         if number == self.stage or not self.config.stages:
             return
         config = at_stage(self.config, number)
-        borders = self.outer.position.ledger.borders
-        assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
         self.stage = number
         self.batches = build_batches(self.config, self.corpus, borders)
         self.trainer.enter_stage(config.data.seq_len, config.optimizer)

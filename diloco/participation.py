@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds
+from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds, stage_tokens
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
 from diloco.records.logbook import Logbook
@@ -101,8 +101,11 @@ class Participation:
             self.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
 
     def record_dropped(self, progress: Progress) -> None:
-        """Record that inner steps count for nothing, because their text was given to other islands."""
-        self.event("dropped", f"{progress.steps} inner steps: their text was given to other islands")
+        """Record that inner steps count for nothing: their text is leased to others, a stage has
+        ended, or the round went back.
+        """
+        why = "their text is leased to this island no longer, or the round went back to an earlier state"
+        self.event("dropped", f"{progress.steps} inner steps: {why}")
 
     def record_ledger(self) -> None:
         """Record at the end how much of the text the run has trained on."""
@@ -208,10 +211,12 @@ def build_loop_settings(
     """Return the settings of the outer loop on this island."""
     # Room for the progress of a round, and of another round re-based onto a taken state. With
     # observers also for a fragment whose plan was fixed before the island contributed.
-    num_rounds = 2 if config.outer.wait_for == "all" else 4
+    waits_for_all = config.outer.wait_for == "all"
+    num_rounds = 2 if waits_for_all else 4
     return LoopSettings(
         max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),
-        stage_rounds=stage_rounds(config),
+        stage_rounds=stage_rounds(config) if waits_for_all else (),
+        stage_tokens=() if waits_for_all else stage_tokens(config),
         owners=config.data.owners,
         joins=island.joins,
         index=island.index,

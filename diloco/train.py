@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from diloco import island, island_quorum
+from diloco import island
 from diloco.assemble import Runtime, build_trainer, of_all_islands, open_runtime
 from diloco.config.check import check_entry, check_index, check_network, check_trainer
 from diloco.config.init_weights import add_weights_hash
@@ -38,12 +38,8 @@ from outer.errors import name_lost_rank
 log = logging.getLogger(__name__)
 
 
-LOOPS: dict[str, Callable[[Runtime], None]] = {"all": island.run, "quorum": island_quorum.run}
-"""The loop of an island by `outer.wait_for`."""
-
-
-def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = None) -> None:
-    """Run this rank of island `index` until the run is over. `loop` replaces the config's loop."""
+def train(config: Config, index: int, loop: Callable[[Runtime], None] = island.run) -> None:
+    """Run this rank of island `index` until the run is over."""
     run = config.run
     settings = config.for_island(index)
     start_logging(settings.label)
@@ -74,7 +70,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
             schedule_garbage()
             post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
             with Watchdog(runtime.activity, post):
-                (loop or LOOPS[run.outer.wait_for])(runtime)
+                loop(runtime)
 
 
 def baseline(config: Config, num_islands: int, num_ranks: int) -> None:

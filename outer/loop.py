@@ -13,7 +13,7 @@ Every rank of the island makes the same calls in the same order; rank 0, the lea
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -286,8 +286,7 @@ class OuterLoop:
     def _take_earlier(self, snapshot: Snapshot) -> None:
         """Let local params continue from the earlier state to which the round went back, without the progress."""
         self.averager.hooks.reached("applied", snapshot.round)
-        self.pending.settle(snapshot, self.position)
-        self.pending.weights = [0] * len(self.pending.weights)
+        self.pending.give_up(snapshot, self.position)
         self._ahead = None
         self.replica.take_over()
 
@@ -336,7 +335,12 @@ def build_loop(
         cursor = StaticCursor(config, settings.index, joins=settings.joins)
         averager = build_gossip_averager(config, identity, replica, network, event_loop, pace, settings)
     else:
-        terms = Terms(inner_steps=config.inner_steps, stage_rounds=settings.stage_rounds, counted=settings.owners)
+        terms = Terms(
+            inner_steps=config.inner_steps,
+            stage_rounds=settings.stage_rounds,
+            stage_tokens=settings.stage_tokens,
+            counted=settings.owners,
+        )
         replica = Replica(config, params, ranks, terms)
         cursor = LeaseCursor(identity.island, settings.index, identity.incarnation, replica.terms)
         averager = build_agreed_averager(config, identity, replica, network, event_loop, pace, cursor, settings)
@@ -344,12 +348,19 @@ def build_loop(
     return OuterLoop(config, replica, averager, schedule, pace, pending)
 
 
-def build_quorum_rounds(outer: OuterLoop, total_tokens: int | None) -> QuorumRounds:
+def build_quorum_rounds(
+    outer: OuterLoop,
+    total_tokens: int | None,
+    is_save_due: Callable[[Position, Position], bool] = lambda before, after: False,
+) -> QuorumRounds:
     """Build the rounds that wait only for a quorum, for an outer loop whose config has `wait_for: quorum`.
 
-    The run is over when `total_tokens` are committed, or never (None).
+    The run is over when `total_tokens` are committed, or never (None). After commits from one position to another for
+    which `is_save_due`, no further round is prepared until `QuorumRounds.go_on`.
     """
     averager = outer.averager
     assert isinstance(averager, AgreedAverager), "gossip has no quorum"
     outer.total_tokens = total_tokens
-    return QuorumRounds(averager, outer.pending, outer.schedule, outer.is_last, outer.catch_up, outer.worker)
+    return QuorumRounds(
+        averager, outer.pending, outer.schedule, outer.is_last, outer.catch_up, outer.worker, is_save_due
+    )

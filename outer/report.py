@@ -45,7 +45,9 @@ class LoopSettings:
     """Index of the island's lease among the first leases of data. An island with an index of
     start_islands or more has none."""
     stage_rounds: tuple[int, ...] = ()
-    """The first round of each stage of the run after the first stage."""
+    """The first round of each stage of the run after the first stage, if islands wait for all."""
+    stage_tokens: tuple[int, ...] = ()
+    """The committed tokens with which each of these stages begins, if islands wait for a quorum."""
     owners: tuple[str, ...] = ()
     """Islands with data of their own, whose trained units the ledger counts."""
     seed: int = 0

@@ -61,9 +61,10 @@ FLOORS = {
         island_rounds participation watch.collection watch.view
         assemble
         island_records own_loop.model
+        island_duties
         island
         own_loop
-        island_quorum simulate virtual
+        simulate virtual
         experiments.definition launch_files rehearsal train watch
         experiments.results
         experiments

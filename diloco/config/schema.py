@@ -14,6 +14,7 @@ Precedence: defaults < `island` < `islands[index]` < command line (`section.key=
 import hashlib
 import json
 import typing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class RunConfig(Section):
     @property
     def total_tokens(self) -> int:
         """Number of tokens in all inner steps of the run, over the islands with which it starts."""
-        return self.total_steps * self.optimizer.tokens_per_step * self.outer.start_islands
+        return sum(cycles * tokens for cycles, tokens in stage_cycles(self))
 
     @property
     def hash(self) -> str:
@@ -206,20 +207,44 @@ def at_stage(run: RunConfig, number: int) -> RunConfig:
     return run.model_copy(update={"data": data, "optimizer": optimizer})
 
 
-def stage_rounds(run: RunConfig) -> tuple[int, ...]:
-    """Return the first round of each stage after the first. It is always the first round of a
-    cycle.
+def stage_cycles(run: RunConfig) -> list[tuple[int, int]]:
+    """Return for each stage its number of cycles, and the tokens of one cycle over the islands with
+    which the run starts. A run without stages has one stage.
     """
     outer = run.outer
-    tokens = [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
-    a_step = outer.inner_steps * outer.start_islands
-    cycles = count_stage_cycles(run.stages, [a_step * each for each in tokens])
-    return tuple(sum(cycles[: number + 1]) * outer.fragments for number in range(len(cycles)))
+    steps_of_all = outer.inner_steps * outer.start_islands
+    stages = [at_stage(run, number) for number in range(len(run.stages) or 1)]
+    tokens = [steps_of_all * stage.optimizer.tokens_per_step for stage in stages]
+    cycles = count_stage_cycles(run.stages, tokens)
+    return [*zip([*cycles, outer.rounds - sum(cycles)], tokens, strict=True)]
 
 
-def stage_in_round(run: RunConfig, number: int) -> int:
-    """Return the index of the stage in which the inner steps for round `number` are made."""
-    return sum(number >= first for first in stage_rounds(run))
+def stage_rounds(run: RunConfig) -> tuple[int, ...]:
+    """Return the first round of each stage after the first, if islands wait for all. It is always
+    the first round of a cycle.
+    """
+    ends = accumulate(cycles for cycles, _ in stage_cycles(run)[:-1])
+    return tuple(cycle * run.outer.fragments for cycle in ends)
+
+
+def stage_tokens(run: RunConfig) -> tuple[int, ...]:
+    """Return the committed tokens with which each stage after the first begins, if islands wait
+    for a quorum.
+    """
+    return tuple(accumulate(cycles * tokens for cycles, tokens in stage_cycles(run)[:-1]))
+
+
+def count_inner_steps(run: RunConfig, tokens: int) -> int:
+    """Convert committed tokens of the run to inner steps, shared equally by the islands that begin."""
+    steps = 0
+    *ended, last = stage_cycles(run)
+    for cycles, cycle_tokens in ended:
+        if tokens < cycles * cycle_tokens:
+            last = cycles, cycle_tokens
+            break
+        steps += cycles * run.outer.inner_steps
+        tokens -= cycles * cycle_tokens
+    return steps + tokens * run.outer.inner_steps // last[1]
 
 
 def most_tokens_per_step(run: RunConfig) -> int:
@@ -243,9 +268,8 @@ def check_stages_of_run(run: RunConfig) -> None:
             "stages: got a source that only some islands read (`only`), which is not possible; leave out one of the two"
         )
     check_stages(run.stages, run.data, run.optimizer)
-    if run.outer.gossip is not None or run.outer.wait_for == "quorum":
-        how = "gossip" if run.outer.gossip is not None else "wait_for: quorum"
-        raise ValueError(f"stages begin with a round of all islands, and outer has {how}; leave out one of the two")
+    if run.outer.gossip is not None:
+        raise ValueError("stages begin with a commit of all islands, and outer has gossip; leave out one of the two")
     if (needed := stage_rounds(run)[-1:]) and needed[0] >= run.outer.num_rounds:
         raise ValueError(
             f"stages: the last one would begin after {needed[0] // run.outer.fragments} cycles, and outer.rounds is "

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from diloco.runtime.progress import Progress
+from outer.leases.ledger import Ledger
 from outer.report import CaughtUp, Landing
 from outer.rounds.quorum import CommittedRound
 
@@ -10,8 +11,11 @@ from outer.rounds.quorum import CommittedRound
 class RoundEvents(Protocol):
     """Callbacks around the rounds of one island. Every rank gets the same calls in the same order."""
 
-    def begins(self, inner_step: int) -> None:
-        """Called when the inner steps of a round begin, after `inner_step` inner steps of the run."""
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
+        """Called when the inner steps of a round begin, after `inner_step` inner steps of the run.
+
+        The borders in the data ledger determine the stage of the run.
+        """
 
     def launches(self, progress: Progress) -> None:
         """Called before a round is launched with this progress."""
@@ -42,8 +46,10 @@ class QuorumEvents(Protocol):
     The island observes the rounds to which it does not contribute.
     """
 
-    def begins(self, inner_step: int) -> None:
-        """Called when an inner step begins, after `inner_step` inner steps of the run."""
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
+        """Called when an inner step begins, after `inner_step` inner steps of the run, with the
+        data ledger of the last round that has landed.
+        """
 
     def launches(self, progress: Progress) -> None:
         """Called when the island contributes this progress and waits for the round."""
@@ -56,6 +62,11 @@ class QuorumEvents(Protocol):
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
         """Called after the island has taken the state of others, which had committed without it."""
+
+    def may_save(self) -> None:
+        """Called after a round that the island observed and that ends a cycle to be saved: save if
+        due. No round is being prepared at that time.
+        """
 
     def contributed(self, num_rounds: int) -> str:
         """Called after the island has contributed to the last of `num_rounds` rounds: save if due.

@@ -124,7 +124,7 @@ class IslandRounds:
         begin = outer.schedule.begin(outer.round)
         self.inner_step = begin + self._begun_at
         self._begun_at = 0
-        self._events.begins(self.inner_step)
+        self._events.begins(self.inner_step, outer.position.ledger)
         self._last_step = begin + outer.inner_steps()
 
     def _ends_round(self) -> bool:

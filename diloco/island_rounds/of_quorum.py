@@ -5,39 +5,47 @@
 A training loop calls `step` after each inner step, as with IslandRounds. Islands contribute
 different numbers of times, so the position of the run follows from the committed tokens, not from
 rounds: a cycle is over when the committed tokens are those of `outer.inner_steps` steps of all
-islands that begin. States are saved right after the island has contributed, because then no round
-is being prepared that others could commit.
+islands that begin. The stages of the run follow from the tokens, too. States are saved while no
+round is being prepared that others could commit: right after the island has contributed, and after
+the round that ends a cycle to be saved, which is the same round on all islands.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diloco.config.schema import RunConfig
+from diloco.config.schema import RunConfig, count_inner_steps
 from diloco.island_rounds.events import QuorumEvents
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumePoint
 from outer.loop import OuterLoop, build_quorum_rounds
 from outer.report import CaughtUp
 from outer.rounds.quorum import CommittedRound
-
-
-def count_inner_steps(config: RunConfig, tokens: int) -> int:
-    """Convert committed tokens of the run to inner steps, shared equally by the islands that begin."""
-    return tokens // (config.optimizer.tokens_per_step * config.outer.start_islands)
+from outer.state.earlier import EarlierState
+from outer.state.part_state import Position
 
 
 class QuorumIslandRounds:
     """Counts inner steps, contributes, and lands rounds. Every rank of the island makes the same calls together."""
 
-    def __init__(self, outer: OuterLoop, config: RunConfig, events: QuorumEvents, *, pauses: bool = False) -> None:
+    def __init__(
+        self,
+        outer: OuterLoop,
+        config: RunConfig,
+        events: QuorumEvents,
+        *,
+        pauses: bool = False,
+        save_every: int | None = None,
+    ) -> None:
         """`outer` must have begun.
 
         With `pauses`, no round is prepared between a contribution and the next step or `go_on`.
+        `save_every`: number of cycles after which all islands save the same state; None: never.
         """
         self._outer = outer
         self._config = config
         self._events = events
         self._pauses = pauses
-        self.rounds = build_quorum_rounds(outer, config.total_tokens)
+        self._save_every = save_every
+        self.rounds = build_quorum_rounds(outer, config.total_tokens, self._is_save_due)
         self.made = NO_PROGRESS
         """Progress since the island last contributed."""
         self._has_started = False
@@ -56,7 +64,12 @@ class QuorumIslandRounds:
     @property
     def inner_step(self) -> int:
         """Inner steps of the run before the next one; they determine its learning rate."""
-        return count_inner_steps(self._config, self.rounds.position.tokens) + self.made.steps
+        return self.committed_steps + self.made.steps
+
+    @property
+    def committed_steps(self) -> int:
+        """Inner steps of the run whose tokens are committed in the last round that has landed."""
+        return count_inner_steps(self._config, self.rounds.position.tokens)
 
     @property
     def cycle(self) -> int:
@@ -91,7 +104,7 @@ class QuorumIslandRounds:
             with self._catching_up():
                 # Only a commit gives this island more data.
                 if not self.rounds.is_due() and self._outer.cursor.num_left > 0:
-                    self._events.begins(self.inner_step)
+                    self._events.begins(self.inner_step, self.rounds.position.ledger)
                     return
                 self._contribute()
 
@@ -105,6 +118,19 @@ class QuorumIslandRounds:
         with self._catching_up():
             for committed in self.rounds.land(self.made.tokens):
                 self._land(committed)
+        self.proceed()
+
+    def go_back(self, earlier: EarlierState) -> None:
+        """Contribute now, and offer the others to go back to this earlier state together.
+
+        Call it when further inner steps are useless. The round averages as usual unless more than
+        half of the participants offer the same state. The offer stands in later rounds, observed
+        ones too, until the rounds withdraw it. Raises OuterError.
+        """
+        self.made += Progress(1, 0)  # The last step, which has not been counted.
+        self.rounds.offer(earlier)
+        with self._catching_up():
+            self._contribute()
         self.proceed()
 
     def land_now(self) -> None:
@@ -141,6 +167,14 @@ class QuorumIslandRounds:
             self._why_stop = self._events.contributed(committed.position.round)
             if not self._why_stop and not self._pauses:
                 self.go_on()
+        elif committed.is_held:
+            self._events.may_save()
+            self.go_on()
+
+    def _is_save_due(self, before: Position, after: Position) -> bool:
+        """Return whether a cycle that is to be saved ends between these positions."""
+        every = self._save_every
+        return every is not None and self._cycle_at(after.tokens) // every > self._cycle_at(before.tokens) // every
 
     def _cycle_at(self, tokens: int) -> int:
         outer = self._config.outer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from diloco.assemble import build_batches
-from diloco.config.schema import RunConfig, at_stage, stage_in_round
+from diloco.config.schema import RunConfig, at_stage
 from diloco.errors import ConfigError
 from diloco.own_loop.run_config import OwnLoopConfig
 from diloco.runtime.corpus import load_corpus
@@ -25,13 +25,13 @@ class OwnData:
         self.batches = build_batches(run, corpus)
         self._sources: dict[str, int] = {}
 
-    def enter_stage(self, round_number: int, borders: Sequence[tuple[int, int]]) -> bool:
-        """Switch to the stage of this round, whose units begin behind `borders`. Return whether it
-        is another stage.
+    def enter_stage(self, borders: Sequence[tuple[int, int]]) -> bool:
+        """Switch to the stage behind these borders of the ledger. Return whether it is another
+        stage.
         """
-        if (number := stage_in_round(self._run, round_number)) == self.stage:
+        number = len(borders)
+        if number == self.stage:
             return False
-        assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
         self.stage = number
         self.config = at_stage(self._run, number)
         self.batches = build_batches(self._run, self.corpus, borders)

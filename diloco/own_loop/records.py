@@ -37,14 +37,13 @@ class LoopEvents:
         self._num_steps = 0
         self._has_averaged = False
 
-    def begins(self, inner_step: int) -> None:
-        """Switch the text to the stage of the round. The loop's own schedule counts the steps
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
+        """Switch the text to the stage of the ledger. The loop's own schedule counts the steps
         itself.
         """
-        outer = self._participation.outer
         text = self._text
-        borders = outer.position.ledger.borders
-        if text is not None and text.enter_stage(outer.round, borders):
+        borders = ledger.borders
+        if text is not None and text.enter_stage(borders):
             what = describe_reading(text.config)
             self._participation.event("stage", f"{text.stage + 1} from unit {borders[-1].first}: {what}")
 
@@ -119,8 +118,8 @@ class QuorumLoopEvents:
         self._events = events
         self._participation = participation
 
-    def begins(self, inner_step: int) -> None:
-        """Call LoopEvents.begins."""
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
+        self._events.begins(inner_step, ledger)
 
     def launches(self, progress: Progress) -> None:
         self._events.launches(progress)
@@ -135,6 +134,9 @@ class QuorumLoopEvents:
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
         self._events.launches(NO_PROGRESS)
         self._events.caught_up(caught, progress)
+
+    def may_save(self) -> None:
+        """Do nothing. The loop saves by itself, with `Islands.state_dict`."""
 
     def contributed(self, num_rounds: int) -> str:
         return self._events.why_stop(num_rounds)

@@ -17,6 +17,7 @@ from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.hooks import NoHooks, Phase
 from outer.identity.island_key import IslandKey
+from outer.leases.ledger import Ledger
 from outer.loop import OuterLoop, build_loop
 from outer.report import CaughtUp, Landing, LoopSettings
 from outer.space.ranks import RankGroup
@@ -126,7 +127,7 @@ class DiaryEvents:
         self._outer = outer
         self._phases = phases
 
-    def begins(self, inner_step: int) -> None:
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
         self._diary.round = self._outer.round
 
     def launches(self, progress: Progress) -> None:

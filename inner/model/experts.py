@@ -19,13 +19,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from inner.model.balance import RoutedStep, inject
 from inner.model.capacity import find_excess
 from inner.model.expert_rows import RowOrder, gather, sort_by_expert, spread
 from inner.model.feed_forward import FeedForward
 from inner.model.kept import keep
+from inner.model.local_part import local_part
 from inner.model.router import Router, Routing
 from inner.model.sizes import ModelSizes
 
@@ -85,7 +85,7 @@ class _Matrices(nn.Module):
 
     def forward(self, x: Tensor, ends_X: Tensor) -> Tensor:
         """Multiply the rows of each expert by its matrix."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = local_part(self.weight)
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends_X)
 
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from inner.config import ExpertsConfig
 from inner.model.kept import keep
+from inner.model.local_part import local_part
 from inner.model.sizes import ModelSizes
 
 SMALLEST_SUM = 1e-20
@@ -54,7 +54,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(sizes.experts.number))
 
     def forward(self, x_ND: Tensor) -> Routing:
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = local_part(self.weight)
         logits_NX = F.linear(x_ND.float(), weight)
         is_softmax = self.config.scores == "softmax"
         scores_NX = logits_NX.softmax(dim=-1) if is_softmax else logits_NX.sigmoid()

@@ -30,15 +30,9 @@ def check_layout(
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
-    _check_experts(sizes, degrees, parallel, seq_len)
+    _check_experts(sizes, degrees, parallel)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
-    positions = seq_len // degrees.cp
-    if parallel.sequence_parallel and positions % degrees.tp:
-        raise InputError(
-            f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
-            f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "
-            f"{degrees.cp * degrees.tp}, or island.parallel.sequence_parallel to false"
-        )
+    _check_positions(sizes, degrees, parallel, seq_len)
 
 
 def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | None = None) -> None:
@@ -97,7 +91,7 @@ def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | N
     return None
 
 
-def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
+def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig) -> None:
     """Raise InputError if a mixture of experts cannot be spread over the mesh."""
     if sizes.experts is None:
         if degrees.ep > 1:
@@ -114,13 +108,25 @@ def _check_experts(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig
             f"island.mesh (cp {degrees.cp}, tp {degrees.tp}): model.experts.capacity is a limit per sequence, and "
             "ranks of cp and tp route parts of a sequence; set both to 1, or leave capacity out"
         )
+
+
+def _check_positions(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
+    """Raise InputError if ranks of tp share the positions of a sequence, and not in equal parts."""
     positions = seq_len // degrees.cp
-    if positions % degrees.tp:
-        raise InputError(
-            f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
-            f"{degrees.cp} = {positions}, because each rank of tp routes its share of them; set data.seq_len to a "
-            f"multiple of {degrees.cp * degrees.tp}"
-        )
+    if positions % degrees.tp == 0:
+        return
+    if sizes.experts is not None:
+        why = "because each rank of tp routes its share of them"
+        other_cure = ""
+    elif parallel.sequence_parallel:
+        why = "under sequence parallel"
+        other_cure = ", or island.parallel.sequence_parallel to false"
+    else:
+        return
+    raise InputError(
+        f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
+        f"{degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of {degrees.cp * degrees.tp}{other_cure}"
+    )
 
 
 def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> None:

@@ -72,6 +72,11 @@ class OuterOptimizerConfig(Section):
         return self
 
     @property
+    def later_defaults(self) -> set[str]:
+        """Settings that were added later and still have their defaults."""
+        return {"rule", "options"} if self.rule is None else set()
+
+    @property
     def keeps_momentum(self) -> bool:
         """Whether the optimizer keeps an fp32 value per parameter from one step to the next."""
         return self.rule is not None or self.momentum > 0

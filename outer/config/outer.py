@@ -238,7 +238,7 @@ class OuterConfig(Section):
         unset = {
             "coding": {"options"} if not self.coding.options else set(),
             "merge": self.merge.later_defaults,
-            "optimizer": {"rule", "options"} if self.optimizer.rule is None else set(),
+            "optimizer": self.optimizer.later_defaults,
         }
         return {section: names for section, names in unset.items() if names}
 

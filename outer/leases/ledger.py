@@ -210,11 +210,12 @@ def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict
     return causes
 
 
-def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: int = 0) -> Ledger:
+def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, num_rounds: int = 0, tokens: int = 0) -> Ledger:
     """Return the ledger after a commit with these claims, in plan order. None of them may be refused.
 
     The claimed units become trained. The participants' leases are filled up, first with returned units, then from the
-    frontier. Leases of islands that have missed too many commits end, and their units are returned.
+    frontier. Leases of islands that have missed too many commits end, and their units are returned. `num_rounds` and
+    `tokens` are those of the run with this commit. If a stage ends with them, all units so far are closed.
     """
     assert not (causes := find_refusals(ledger, claims, terms)), f"claims of a plan: {causes}"
     contributing = [claim for claim in claims if claim.units > 0]
@@ -239,7 +240,10 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
     counted = {claim.island: claim.units for claim in contributing if claim.island in terms.counted}
     trained_by = ledger.trained_by | {name: ledger.trained_by.get(name, 0) + n for name, n in sorted(counted.items())}
     settled_ledger = _build_ledger(ledger, frontier, returned, leases, trained_by=dict(sorted(trained_by.items())))
-    return open_stage(settled_ledger, terms) if next_round in terms.stage_rounds else settled_ledger
+    # A commit of many tokens may end two short stages.
+    while len(settled_ledger.borders) < terms.count_borders(num_rounds, tokens):
+        settled_ledger = open_stage(settled_ledger, terms)
+    return settled_ledger
 
 
 def open_stage(ledger: Ledger, terms: Terms) -> Ledger:

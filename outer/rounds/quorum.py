@@ -7,6 +7,10 @@ An island that is still training observes: it commits the other islands' rounds 
 inner steps. Between two steps these rounds land: local params continue from the new global params and keep their
 progress. When its inner steps are done the island contributes, and waits for that round. If the plan was fixed earlier,
 it contributes to the next one.
+
+After some rounds no further round is prepared on this island until the training thread has landed them and calls
+`go_on`, so that it can save the state in between: after rounds that all islands save, and after its own contributions
+with `holds`.
 """
 
 import threading
@@ -15,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outer.errors import BehindError
-from outer.report import CaughtUp, Landing
+from outer.report import CaughtUp, Landing, RoundReport
 from outer.rounds.agreed import AgreedAverager
 from outer.space.fragments import FragmentSchedule
+from outer.state.earlier import EarlierState
 from outer.state.part_state import Position
 from outer.state.pending import PendingProgress
 from outer.state.pseudo_gradient import Contribution, Snapshot
@@ -34,8 +39,16 @@ class CommittedRound:
     """Position after the round."""
     is_given: bool
     """Whether the round contains this island's progress."""
+    is_held: bool = False
+    """Whether no further round is prepared on this island until `go_on`."""
     is_dropped: bool = False
-    """Whether this island's progress was dropped because its data have been leased to others."""
+    """Whether this island's progress was dropped, because its data are leased to it no longer or
+    the round went back to an earlier state."""
+
+    @property
+    def earlier(self) -> int | None:
+        """Number of the round to whose state this round went back; None if it averaged."""
+        return self.landing.reports[-1].earlier
 
 
 class QuorumRounds:
@@ -51,9 +64,11 @@ class QuorumRounds:
         is_last: Callable[[Position], bool],
         catch_up: Callable[[BehindError, int], CaughtUp | None],
         worker: Worker,
+        is_save_due: Callable[[Position, Position], bool],
     ) -> None:
         """Create the rounds. `catch_up` takes the surviving state, given the tokens of this
-        island's progress; it returns None if this island has that state.
+        island's progress; it returns None if this island has that state. `is_save_due`: whether the
+        state is to be saved after a commit that led from one position to the other.
         """
         self._averager = averager
         self._pending = pending
@@ -63,6 +78,7 @@ class QuorumRounds:
         self._is_last = is_last
         self._catch_up = catch_up
         self._worker = worker
+        self._is_save_due = is_save_due
         self._reset(self._replica.position)
         self.begin_progress()
 
@@ -89,7 +105,7 @@ class QuorumRounds:
         """Whether no round is being prepared on this island: before `start`, after the last
         round, or until `go_on`.
         """
-        return self._work is None or self._holds or self._has_ended
+        return self._work is None or self._num_held > self._num_released or self._has_ended
 
     def is_due(self) -> bool:
         """Return whether enough inner steps are done to contribute, both for the round and for
@@ -126,11 +142,22 @@ class QuorumRounds:
         return replace(committed, landing=Landing(committed.landing.reports, waited))
 
     def go_on(self) -> None:
-        """Prepare rounds again after a round to which this island contributed with `holds`."""
+        """Prepare rounds again after a round that was held and has landed."""
         with self._changed:
             self._holds = False
-            self._num_released = self._num_given
+            self._num_released = self._num_held
             self._changed.notify_all()
+
+    def offer(self, earlier: EarlierState) -> None:
+        """Offer the others to go back to this state together, in each round until `withdraw`.
+
+        The next contribution announces it. A round that goes back ends the offer.
+        """
+        self._contribution.offer(earlier)
+
+    def withdraw(self) -> None:
+        """Offer to go back no longer."""
+        self._contribution.withdraw()
 
     # -- on the training thread -------------------------------------------------------------------------------
 
@@ -141,15 +168,19 @@ class QuorumRounds:
         self._committed: deque[CommittedRound] = deque()
         """Rounds that are committed and have not landed yet."""
         self._num_committed = self._num_landed = 0
-        self._num_given = self._num_released = 0
-        """Number of committed rounds that contain this island's progress, and the number of them
-        after which `go_on` was called. The next contribution may hold again before the rounds
-        thread has noticed the call."""
+        self._num_to_release = 0
+        """Number of committed rounds that were held."""
+        self._num_held = 0
+        """The number of them that have landed: `go_on` must not release one before it has."""
+        self._num_released = 0
+        """The number of them after which `go_on` was called."""
         self._changed = threading.Condition()
         self._work: Joinable | None = None
         """The thread of the rounds; None before `start`."""
         self._error: BaseException | None = None
-        self._has_ended = self._holds = False
+        self._has_ended = False
+        self._holds = False
+        """Whether the round with the next contribution is held."""
 
     def _start_rounds(self) -> None:
         self._error = None
@@ -178,7 +209,7 @@ class QuorumRounds:
                 self._replica.take_over(fragment)
             else:
                 self._replica.carry_over(fragment)
-        if any(one.is_dropped for one in landed):
+        if any(one.is_dropped or one.earlier is not None for one in landed):
             self._replica.take_over()
         return landed
 
@@ -214,6 +245,11 @@ class QuorumRounds:
         """Update the pending progress after a round; local params follow in `_land`."""
         pending = self._pending
         self.position = committed.position
+        self._num_held += committed.is_held
+        if committed.earlier is not None:
+            pending.give_up(given if committed.is_given else None, self.position)
+            self.begin_progress()
+            return replace(committed, is_dropped=not committed.is_given)
         if committed.is_given:
             assert given is not None, "an island that contributes waits for the round"
             pending.settle(given, self.position)
@@ -244,30 +280,38 @@ class QuorumRounds:
 
     def _run(self) -> None:
         replica = self._replica
-        me = self._averager.runner.island
         try:
             while not self._is_last(replica.position):
-                fragment = replica.space.fragment_of(replica.position.round)
+                before = replica.position
                 reports = self._averager.run(self._contribution)
-                is_given = me not in reports[-1].listeners
-                self._add(CommittedRound(Landing(reports, 0.0), fragment, replica.position, is_given))
-                if is_given:
-                    self._wait_to_go_on()
+                self._add(self._describe(reports, before))
+                self._wait_to_go_on()
         except BaseException as error:  # noqa: BLE001 - raised again on the thread that can handle it
             self._error = error
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
+    def _describe(self, reports: list[RoundReport], before: Position) -> CommittedRound:
+        """Return the round that these attempts have just committed."""
+        position = self._replica.position
+        fragment = self._replica.space.fragment_of(before.round)
+        is_given = self._averager.runner.island not in reports[-1].listeners
+        is_due = not self._is_last(position) and self._is_save_due(before, position)
+        is_held = is_due or (is_given and self._holds)
+        if reports[-1].earlier is not None:
+            # Here and not on the training thread, so that the next plan does not go back again.
+            self._contribution.withdraw()
+        return CommittedRound(Landing(reports, 0.0), fragment, position, is_given, is_held)
+
     def _add(self, committed: CommittedRound) -> None:
         with self._changed:
             self._committed.append(committed)
             self._num_committed += 1
-            self._num_given += committed.is_given
+            self._num_to_release += committed.is_held
             self._changed.notify_all()
 
     def _wait_to_go_on(self) -> None:
-        """Wait until the training thread has saved and called `go_on`."""
+        """Wait until the training thread has called `go_on` for each round that was held."""
         with self._changed:
-            number = self._num_given
-            self._changed.wait_for(lambda: not self._holds or self._num_released >= number)
+            self._changed.wait_for(lambda: self._num_released >= self._num_to_release)

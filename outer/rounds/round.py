@@ -25,6 +25,7 @@ from outer.rounds.pace import Pace
 from outer.rounds.traffic_meter import TrafficMeter
 from outer.space.digest import state_digest
 from outer.space.ranks import RankGroup
+from outer.state.earlier import EarlierState
 from outer.state.part_state import Position
 from outer.state.pseudo_gradient import Contribution, Snapshot
 from outer.state.replica import Replica
@@ -136,7 +137,7 @@ class RoundRunner:
         snapshot = contribution.find(position.round)
         first_unit = self.cursor.first_unit(position.ledger)
         epoch = self.reduce.attempts.offered_epoch
-        earlier = None if contribution.earlier is None else contribution.earlier.digest
+        earlier = contribution.offered
         return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds, earlier)
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
@@ -154,34 +155,42 @@ class RoundRunner:
         # The plan names the digest of the state before it, which covers the ledger, so the result
         # may be shared.
         name = "settle", plan.id, self.replica.terms
-        next_round = plan.round + 1
-        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms, next_round))
-        return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
+        num_rounds = plan.round + 1
+        terms = self.replica.terms
+        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, terms, num_rounds, tokens))
+        return Position(round=num_rounds, tokens=tokens, ledger=ledger)
 
     def _go_back(self, plan: Plan, parts_digest: str, contribution: Contribution, started: float) -> RoundReport:
         """Commit the earlier state that more than half of the participants name. Nothing is
         averaged.
 
         The position is a new one, so text that was read since then is not read again, and an island
-        that missed the commit finds a newer state. A participant that lacks the earlier state votes
-        with its digest alone, and raises BehindError after the commit, to take the state from the
-        others.
+        that missed the commit finds a newer state. No participant's progress counts, that of
+        observers neither. A participant that lacks the earlier state votes with its digest alone,
+        and raises BehindError after the commit, to take the state from the others.
         """
         planned = self._now()
         position = self._position_after(plan)
         vote = Vote.yes(plan, self.island, state_digest(parts_digest, position.ledger.text))
         is_committed, cause = self._ranks.on_leader(lambda: self._cast(plan, vote))
-        earlier = contribution.earlier
-        if is_committed and (earlier is None or earlier.digest != parts_digest):
+        earlier = self._find_earlier(plan, parts_digest, contribution)
+        if is_committed and earlier is None:
             donors = tuple(p.island for p in plan.participants if p.earlier == parts_digest)
             raise BehindError(donors, f"{', '.join(donors)} went back to an earlier state, which this island lacks")
         if is_committed and earlier is not None:
             self.hooks.reached("apply", plan.round)
             self.replica.go_back(earlier.parts, position)
             self.reduce.forget()
-            self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
+            self.update_status(is_coming=True, included=[p.incarnation for p in plan.participants])
         report = self._report(plan, self._find_contribution(plan, contribution), cause, is_committed=is_committed)
         return replace(report, wait_seconds=planned - started, earlier=None if earlier is None else earlier.round)
+
+    def _find_earlier(self, plan: Plan, parts_digest: str, contribution: Contribution) -> EarlierState | None:
+        """Return the state to which the plan goes back, or None if a rank of this island lacks it."""
+        if self.island not in [p.island for p in plan.participants if p.earlier == parts_digest]:
+            return None
+        earlier = contribution.wait_for_earlier(parts_digest, self.pace.deadlines.limit("reduce"))
+        return earlier if all(self._ranks.gather(earlier is not None)) else None
 
     def _report(self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool) -> RoundReport:
         """Return the report of an attempt. `cause`: the reason why it does not commit. Every

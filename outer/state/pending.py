@@ -40,6 +40,18 @@ class PendingProgress:
         self.weights = [weight + snapshot.tokens for weight in self.weights]
         self.weights[snapshot.fragment] = 0
 
+    def give_up(self, snapshot: Snapshot | None, position: Position) -> None:
+        """Record a commit that went back to an earlier state, in which no progress counts.
+
+        Units in the island's snapshot are not read again; units read since, or by an observer
+        (None), are.
+        """
+        if snapshot is None:
+            self.drop(position)
+        else:
+            self.settle(snapshot, position)
+        self.weights = [0] * len(self.weights)
+
     def keep(self, weight: int) -> bool:
         """Return whether progress made on `weight` tokens may count on top of the state that the
         replica has taken.

@@ -34,15 +34,16 @@ class Contribution:
     """Thread-safe slot for one rank's snapshot, which the training thread fills while a round is
     being prepared.
 
-    A snapshot counts for its own round only. Without a snapshot the island observes the round.
+    A snapshot counts for its own round only. Without a snapshot the island observes the round. The
+    slot also has the state to which the island would go back instead, together with others; this
+    offer stands until it is withdrawn.
     """
 
     def __init__(self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None) -> None:
-        """Create the slot. `earlier`: the state to which this island would go back instead,
-        together with others.
-        """
-        self.earlier = earlier
+        """Create the slot with a snapshot, or None, and an offer to go back to `earlier`, or None."""
         self._snapshot = snapshot
+        self._earlier = earlier
+        self._is_offered = earlier is not None
         self._changed = threading.Condition()
 
     def put(self, snapshot: Snapshot) -> None:
@@ -50,6 +51,36 @@ class Contribution:
         with self._changed:
             self._snapshot = snapshot
             self._changed.notify_all()
+
+    def offer(self, earlier: EarlierState) -> None:
+        """Offer to go back to this state from now on."""
+        with self._changed:
+            self._earlier = earlier
+            self._is_offered = True
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Offer to go back no longer. A plan that has been made with the offer may still go back."""
+        with self._changed:
+            self._is_offered = False
+
+    @property
+    def offered(self) -> str | None:
+        """The digest of the state to which this island offers to go back; None if it does not."""
+        with self._changed:
+            return self._earlier.digest if self._is_offered and self._earlier is not None else None
+
+    def wait_for_earlier(self, digest: str, seconds: float) -> EarlierState | None:
+        """Return the state with this digest, which the island's leader has already offered on its
+        own rank. None if this rank does not have it within `seconds`.
+        """
+
+        def has_it() -> bool:
+            return self._earlier is not None and self._earlier.digest == digest
+
+        with self._changed:
+            self._changed.wait_for(has_it, seconds)
+            return self._earlier if has_it() else None
 
     def find(self, round_number: int) -> Snapshot | None:
         """Return the snapshot for the round, or None while the island only observes it."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from diloco import island as life
 from diloco.assemble import Runtime
 from diloco.config.schema import Config
-from diloco.island import MOST_OFFERS, MOST_RETURNS
+from diloco.island_duties.going_back import MOST_OFFERS, MOST_RETURNS
 from diloco.train import train
 from inner.data.micro_batch import MicroBatch
 from tests.swarm import Island, swarm

@@ -13,7 +13,7 @@ from tests.outer.streams import TOKENS
 
 @dataclass
 class Trainee:
-    """An island's life, with fake inner steps: what diloco/island_quorum.py does."""
+    """An island's life, with fake inner steps: what diloco/island_rounds/of_quorum.py does."""
 
     island: Island
     step_seconds: float = 0.001

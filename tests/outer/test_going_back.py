@@ -1,6 +1,8 @@
 """Islands whose losses do not become finite go back to an earlier state together, or not at all."""
 
+import threading
 from contextlib import suppress
+from itertools import chain
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from outer.loop import OuterLoop
 from outer.report import CaughtUp, RoundReport
 from outer.state.earlier import EarlierState
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
+from tests.outer.paces import Trainee
 from tests.outer.streams import layered
 
 torch.set_num_threads(1)
@@ -159,3 +162,59 @@ def test_what_filters_and_feedback_remember_of_rounds_since_is_forgotten() -> No
 
     feedback = {"codec": "int4", "coding": {"feedback": 0.9}}
     run_islands(dict.fromkeys("ab", script), config(2, **feedback))
+
+
+def test_observers_whose_offer_stands_go_back_and_give_up_what_they_have_trained_since() -> None:
+    made = config(3, wait_for="quorum", quorum=1, inner_steps=4)
+    have_offered, have_taken = threading.Barrier(3), threading.Barrier(3)
+
+    def reach(trainee: Trainee, number: int) -> None:
+        """Land this round: island a contributes to it, and the others observe it."""
+        if trainee.island.name == "a":
+            trainee.run(lambda: trainee.round >= number)
+        else:
+            trainee.wait_for_round(number)
+            trainee.land()
+
+    def script(island: Island) -> tuple[object, ...]:
+        trainee = Trainee(island)
+        trainee.begin()
+        reach(trainee, 1)
+        earlier, before = saved(island.outer), state_after(island)[0]
+        reach(trainee, 2)
+        if island.name != "c":
+            trainee.rounds.offer(earlier)
+        trainee.step()
+        have_offered.wait(GUARD_SECONDS)
+        if island.name == "c":
+            with pytest.raises(CaughtUp) as caught:
+                reach(trainee, 99)
+            assert not caught.value.is_kept, "its inner step since is given up"
+        elif island.name == "a":
+            while trainee.heard[-1].earlier is None:
+                trainee.take(trainee.rounds.contribute(trainee.made))
+        else:
+            while trainee.heard[-1].earlier is None:
+                reach(trainee, trainee.round + 1)
+            assert trainee.heard[-1].is_dropped, "its inner step since is given up"
+        have_taken.wait(GUARD_SECONDS)
+        assert state_after(island)[0] == before
+        assert torch.equal(island.params.flat(), trainee.global_params()), "no progress is on top"
+        return trainee.round, island.outer.digest
+
+    found = run_islands(dict.fromkeys("abc", script), made, model=layered)
+    assert found["a"] == found["b"] == found["c"]
+
+
+def test_an_offer_that_is_withdrawn_makes_no_round_go_back() -> None:
+    def script(island: Island) -> list[int | None]:
+        trainee = Trainee(island)
+        trainee.begin()
+        trainee.run(lambda: trainee.round >= 1)
+        trainee.rounds.offer(saved(island.outer))
+        trainee.rounds.withdraw()
+        trainee.run(lambda: trainee.round >= 3)
+        return [heard.earlier for heard in trainee.heard]
+
+    made = config(2, wait_for="quorum", quorum=2, inner_steps=4)
+    assert set(chain.from_iterable(run_islands(dict.fromkeys("ab", script), made, model=layered).values())) == {None}

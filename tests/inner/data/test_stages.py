@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from diloco.config.schema import RunConfig, at_stage, stage_rounds
+from diloco.config.schema import RunConfig, at_stage, count_inner_steps, stage_rounds, stage_tokens
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, Text
 from inner.data.stages import StageReading, find_stage_start
@@ -93,6 +93,14 @@ def test_stages_begin_with_whole_cycles() -> None:
     assert run.hash != run_of().hash
 
 
+def test_with_a_quorum_stages_begin_with_the_tokens_of_the_same_cycles() -> None:
+    run = run_of({"tokens": 1300}, {"tokens": 1, "tokens_per_step": 128}, {"tokens_per_step": 32})
+    assert stage_tokens(run) == (3 * 640, 3 * 640 + 1280)
+    assert run.total_tokens == 3 * 640 + 1280 + 6 * 320
+    steps = {0: 0, 128: 1, 1919: 14, 1920: 15, 1920 + 255: 15, 1920 + 256: 16, 3200: 20, 3264: 21, 5120: 50}
+    assert {tokens: count_inner_steps(run, tokens) for tokens in steps} == steps
+
+
 @pytest.mark.parametrize(
     "stages, more, text",
     [
@@ -107,7 +115,6 @@ def test_stages_begin_with_whole_cycles() -> None:
         ([{"seq_len": 64}], {"data": IN_SHARDS}, "which is not a multiple of 64, the longest.*such as 64 or 128"),
         ([{"seq_len": 16}], {"data": CHAT}, "conversations are packed for one sequence length only"),
         ([{}], {"outer": {"gossip": {}}}, "outer has gossip"),
-        ([{}], {"outer": {"wait_for": "quorum"}}, "outer has wait_for: quorum"),
     ],
 )
 def test_stages_that_cannot_be_followed_are_refused(stages: list[dict], more: dict, text: str) -> None:

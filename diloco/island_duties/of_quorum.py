@@ -1,68 +1,62 @@
-"""The loop of one island if rounds wait for a quorum only (`outer.wait_for: quorum`).
+"""What an island does around rounds that wait for a quorum only (`outer.wait_for: quorum`).
 
-island.py is the loop of all other runs. Every rank runs it, in step with the others.
-island_rounds/of_quorum.py decides when the island contributes. Right after a contribution, requests
-are polled and checkpoints are saved.
+Checkpoints are saved right after a contribution, and after the round that ends a cycle to be saved. That round is the
+same on all islands, so they have saved the same state and can go back to it together. Right after a contribution
+requests are polled.
 """
 
 from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.island import await_round, evaluate, resume, save, train
+from diloco.island_duties.actions import await_round, evaluate, save
+from diloco.island_duties.going_back import GoingBack
 from diloco.island_records import record_round
 from diloco.island_rounds.of_quorum import QuorumIslandRounds
 from diloco.runtime.progress import NO_PROGRESS, Progress
+from outer.leases.ledger import Ledger
 from outer.report import CaughtUp, Landing
 from outer.rounds.quorum import CommittedRound
 
 
-def run(runtime: Runtime) -> None:
-    """Train until the run's tokens are committed. Raises TrainingStopped or OuterError when it cannot go on."""
-    outer = runtime.outer
-    runtime.activity.start_untimed("entering the run")
-    resumed = resume(runtime)
-    outer.begin()
-    runtime.participation.record_entry(outer.position)
-    duties = QuorumDuties(runtime, has_saved=resumed is not None)
-    rounds = duties.rounds
-    if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
-        rounds.resume(resumed.point)
-    else:
-        evaluate(runtime, duties.cycle)
-    rounds.proceed()
-    while not rounds.is_over:
-        result = train(runtime)
-        rounds.step(0 if result.is_skipped else result.tokens)
-    if cause := rounds.stopped:
-        runtime.activity.start_untimed("leaving")
-        outer.leave()
-        runtime.event("left", f"{cause}; {rounds.rounds.position.tokens} of the run's tokens are committed")
-        return
-    if runtime.island.checkpoint.every_rounds is not None:
-        duties.save()
-    runtime.activity.start_untimed("leaving")
-    outer.finish()
-    runtime.participation.record_ledger()
-    runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds' tokens are committed")
-
-
 class QuorumDuties:
-    """What an island does around its rounds. Implements QuorumEvents.
-
-    It sets the step of the learning-rate schedule, records, evaluates and saves.
-    """
+    """Implements `Duties` and `QuorumEvents`."""
 
     def __init__(self, runtime: Runtime, *, has_saved: bool) -> None:
         self.runtime = runtime
-        self.rounds = QuorumIslandRounds(runtime.outer, runtime.config, self)
+        self._save_every = runtime.island.checkpoint.every_rounds
+        self.rounds = QuorumIslandRounds(runtime.outer, runtime.config, self, save_every=self._save_every)
+        self.going_back = GoingBack(runtime)
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next contribution, due or not."""
         self.cycle = self.saved_cycle = self.rounds.cycle
         """The cycle of the last landed round, and the cycle of the last checkpoint that was due."""
+        self.first_unproven: int | None = None
+        """Inner step of the first checkpoint that no finite loss has followed."""
+        self._saved_step: int | None = None
+        """Inner step of the first checkpoint since the last inner step."""
         self._is_evaluation_due = False
 
-    def begins(self, inner_step: int) -> None:
+    @property
+    def progress(self) -> str:
+        return f"{self.rounds.rounds.position.tokens} of the run's tokens are committed"
+
+    @property
+    def result(self) -> str:
+        return f"the run's {self.runtime.config.outer.rounds} rounds' tokens are committed"
+
+    def end(self) -> None:
+        """Save the last state."""
+        if self._save_every is not None:
+            self.save()
+
+    def begins(self, inner_step: int, ledger: Ledger) -> None:
+        if self.going_back.is_well():
+            self.rounds.rounds.withdraw()
+            # The inner step that begins now proves these, if its loss is finite.
+            self.first_unproven = self._saved_step
+            self._saved_step = None
         self.runtime.trainer.inner_step = inner_step
+        self.runtime.enter_stage(ledger)
 
     def launches(self, progress: Progress) -> None:
         await_round(self.runtime)
@@ -72,6 +66,8 @@ class QuorumDuties:
         runtime = self.runtime
         before = self.cycle
         runtime.participation.rounds.contribution = NO_PROGRESS
+        if committed.earlier is not None:
+            self.going_back.go_back(committed.earlier)
         given = made if committed.is_given else NO_PROGRESS
         record_round(runtime, given, standing(committed.landing), committed.position.ledger)
         if committed.is_dropped:
@@ -87,15 +83,19 @@ class QuorumDuties:
         participation.rounds.contribution = NO_PROGRESS
         participation.record_catch_up(caught, progress, self.rounds.rounds.position)
 
+    def may_save(self) -> None:
+        """Save if that is due."""
+        if self._is_save_due and not self.rounds.rounds.is_over:
+            self.save()
+
     def contributed(self, num_rounds: int) -> str:
         """Save if that is due or the operator requests it.
 
         Return why the island should leave, or "".
         """
-        every = self.runtime.island.checkpoint.every_rounds
         request = self.runtime.participation.requests.poll(num_rounds)
-        is_due = every is not None and (not self.has_saved or self.cycle // every > self.saved_cycle // every)
-        if (request.save or request.stop or is_due) and not self.rounds.rounds.is_over:
+        is_first = self._save_every is not None and not self.has_saved
+        if (request.save or request.stop or is_first or self._is_save_due) and not self.rounds.rounds.is_over:
             self.save()
         if not request.stop:
             # The evaluation takes long, and other islands need not wait for it.
@@ -107,8 +107,17 @@ class QuorumDuties:
         """Save a checkpoint, while no round is being prepared. Training goes on if it fails."""
         self.saved_cycle = self.cycle
         self.has_saved = True
-        self.runtime.trainer.inner_step = self.rounds.inner_step
+        # Committed steps alone, because they never become fewer: newer checkpoints have higher numbers.
+        step = self.rounds.committed_steps
+        self.runtime.trainer.inner_step = step
+        if self._saved_step is None:
+            self._saved_step = step
         save(self.runtime, self.rounds.resume_point)
+
+    @property
+    def _is_save_due(self) -> bool:
+        every = self._save_every
+        return every is not None and self.cycle // every > self.saved_cycle // every
 
     def _evaluate_if_due(self) -> None:
         if self._is_evaluation_due:

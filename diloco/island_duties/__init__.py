@@ -1,0 +1,1 @@
+"""What an island does around its rounds: it sets the learning rate, records, evaluates, saves and goes back."""
