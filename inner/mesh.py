@@ -169,6 +169,32 @@ class IslandMesh:
         """
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
 
+    @property
+    def _axes_of_copies(self) -> list[str]:
+        """The axes of `world` along which ranks compute with the same weights."""
+        degrees = {"dp_replicate": self.degrees.dp_replicate, "fsdp": self.degrees.fsdp}
+        return [axis for axis, degree in degrees.items() if degree > 1]
+
+    @property
+    def copies(self) -> "DeviceMesh":
+        """The mesh of parameters that each rank holds whole. Its last axis is tp, if tp cuts them."""
+        return self.world[tuple(self._axes_of_copies + ["tp"] * (self.degrees.tp > 1))]
+
+    @cached_property
+    def copies_group(self) -> "ProcessGroup":
+        """The ranks that compute with the same weights. Every rank must ask for it first at the same
+        time, because that may create groups.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        axes = self._axes_of_copies
+        if len(axes) == 1:
+            return self.world[axes[0]].get_group()
+        sizes = self.degrees.pp, self.degrees.num_copies, self.degrees.tp
+        return init_device_mesh(self.world.device_type, sizes, mesh_dim_names=("pp", "copies", "tp"))[
+            "copies"
+        ].get_group()
+
     @cached_property
     def sparse(self) -> "DeviceMesh":
         """The same ranks as (pp, dp_replicate, edp, ep). Every rank must ask for it first at the

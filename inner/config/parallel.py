@@ -48,9 +48,12 @@ class ParallelConfig(Section):
     rounding.
     """
 
-    zero: Literal[2, 3] | None = None
-    """ZeRO stage of FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. null:
-    2 with a pipeline, otherwise 3."""
+    zero: Literal[0, 2, 3] | None = None
+    """ZeRO stage. 0: each rank holds its weights whole, and gradients are summed once per step,
+    while the backward runs; dp_shard must be 1. 2 and 3: FSDP shards the weights over dp_shard and
+    cp; 3 frees a block's gathered weights after its forward, 2 keeps them. null: 0 if dp_shard is 1
+    and either cp is 1 or a rank's share of the model has at most 500M parameters; otherwise 2 with
+    a pipeline and 3 without. Experts under ep or tp need 2 or 3."""
     accumulate: Accumulate = "sharded"
     """How gradients of several micro-batches are accumulated. `sharded`: each micro-batch reduces
     its gradients over the shards. `whole`: every rank keeps whole gradients until the last
@@ -78,7 +81,7 @@ class ParallelConfig(Section):
         """Return whether blocks free their gathered weights after the forward. A pipeline would
         gather them per micro-batch.
         """
-        return (self.zero or (3 if pp == 1 else 2)) == 3
+        return self.zero == 3 or (self.zero is None and pp == 1)
 
     def reduces_each_micro_batch(self, num_shards: int) -> bool:
         """Return whether each micro-batch reduces its gradients over the shards. With one shard

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inner.model.sizes import ModelSizes
+from inner.parallel.weights.zero_stage import has_whole_weights
 from tests.inner.small import OPTIMIZER, batch
 from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, TIED, Case, Life, case, of
 
@@ -209,7 +210,9 @@ def test_specs_are_the_same_on_every_rank_of_every_mesh(case: Case) -> None:
 
 @on_every_mesh
 def test_slices_of_a_replica_cover_a_matrix_exactly_once(case: Case) -> None:
-    assert all(life.num_holders == {case.degrees.dp_replicate} for life in of(case))
+    is_whole = has_whole_weights(case.parallel, case.degrees, case.sizes)
+    num_replicas = case.degrees.num_copies if is_whole else case.degrees.dp_replicate
+    assert all(life.num_holders == {num_replicas} for life in of(case))
 
 
 @on_every_mesh
