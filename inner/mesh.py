@@ -78,6 +78,11 @@ class Degrees:
         """Number of ranks that compute with the same weights on different tokens."""
         return self.dp_replicate * self.fsdp
 
+    @property
+    def has_two_axes_of_replicas(self) -> bool:
+        """Whether ranks along dp_replicate and ranks along cp may both hold the same whole weights."""
+        return self.dp_shard == 1 and self.dp_replicate > 1 and self.cp > 1
+
     def coordinates(self, rank: int) -> dict[str, int]:
         place = {}
         for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):
@@ -159,6 +164,9 @@ class IslandMesh:
         over both."""
         if degrees.cp > 1:
             self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
+        if degrees.has_two_axes_of_replicas:
+            sizes = degrees.pp, degrees.num_copies, degrees.tp
+            self._copies = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "copies", "tp"))
         self.at = degrees.coordinates(self.world.get_rank())
         """This rank's coordinate on each axis."""
 
@@ -180,20 +188,13 @@ class IslandMesh:
         """The mesh of parameters that each rank holds whole. Its last axis is tp, if tp cuts them."""
         return self.world[tuple(self._axes_of_copies + ["tp"] * (self.degrees.tp > 1))]
 
-    @cached_property
+    @property
     def copies_group(self) -> "ProcessGroup":
-        """The ranks that compute with the same weights. Every rank must ask for it first at the same
-        time, because that may create groups.
+        """The ranks that compute with the same weights. Available only if dp_shard is 1, and other
+        ranks have the same weights.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         axes = self._axes_of_copies
-        if len(axes) == 1:
-            return self.world[axes[0]].get_group()
-        sizes = self.degrees.pp, self.degrees.num_copies, self.degrees.tp
-        return init_device_mesh(self.world.device_type, sizes, mesh_dim_names=("pp", "copies", "tp"))[
-            "copies"
-        ].get_group()
+        return (self.world[axes[0]] if len(axes) == 1 else self._copies["copies"]).get_group()
 
     @cached_property
     def sparse(self) -> "DeviceMesh":

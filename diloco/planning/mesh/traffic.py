@@ -8,11 +8,12 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic.expected import ALL_RANKS, OTHER, TrafficRow, axis_of_all_ranks, expected_traffic
+from inner.measure.traffic.expected import ALL_RANKS, COPIES, OTHER, TrafficRow, axis_of_all_ranks, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
 HEADS = ("axis", "groups", "their ranks", "what moves", "calls", "sent")
+COPIES_TEXT = "dp_replicate x cp"
 GUTTER = 2
 """Blank columns between two columns of a table."""
 
@@ -60,8 +61,10 @@ def traffic_lines(work: Workload) -> list[TrafficLine]:
     lines = []
     for name, members in _groups(work).items():
         moved = [TrafficLine(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
-        # FSDP communicates over dp_shard x cp; dp_shard has no traffic of its own.
-        lines += moved or [TrafficLine(name, members, "see dp_shard x cp", 0, 0)]
+        # FSDP communicates over dp_shard x cp, and dp_shard then has no traffic of its own. The same
+        # holds for replicas along two axes.
+        both = COPIES_TEXT if work.has_whole_weights else "dp_shard x cp"
+        lines += moved or [TrafficLine(name, members, f"see {both}", 0, 0)]
     return lines
 
 
@@ -73,6 +76,8 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
     combinations: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     if degrees.dp_shard > 1 and degrees.cp > 1:
         combinations.insert(-1, ("dp_shard", "cp"))
+    if degrees.has_two_axes_of_replicas and work.has_whole_weights:
+        combinations.insert(-1, ("dp_replicate", "cp"))
     by_axes = {
         " x ".join(axes): rank_groups(degrees, *axes)
         for axes in combinations
@@ -103,7 +108,7 @@ def _axis(row: TrafficRow, degrees: Degrees) -> str:
     """Return the mesh axes of a row, as the table shows them."""
     if row.axis == "fsdp":
         return " x ".join(axis for axis in ("dp_shard", "cp") if getattr(degrees, axis) > 1)
-    return "ends of pp" if row.axis == OTHER else row.axis
+    return {OTHER: "ends of pp", COPIES: COPIES_TEXT}.get(row.axis, row.axis)
 
 
 def _what(row: TrafficRow, work: Workload) -> str:
@@ -112,8 +117,9 @@ def _what(row: TrafficRow, work: Workload) -> str:
     """
     if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
         return "Muon's matrices"
-    if row.axis == "dp_replicate" and row.op == "all_gather":
-        return "Muon's updates"
+    is_replicas = row.axis == "dp_replicate" or (row.axis == "fsdp" and work.has_whole_weights)
+    if is_replicas:
+        return "Muon's updates" if row.op == "all_gather" else "gradients"
     if row.axis == ALL_RANKS or (row.axis in ("fsdp", "cp") and row.op == "all_reduce"):
         return "loads of experts"
     if row.axis == "cp":
