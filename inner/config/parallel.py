@@ -58,8 +58,10 @@ class ParallelConfig(Section):
     """How gradients of several micro-batches are accumulated. `sharded`: each micro-batch reduces
     its gradients over the shards. `whole`: every rank keeps whole gradients until the last
     micro-batch, which sends less and needs 4 bytes per parameter."""
-    sequence_parallel: bool = True
-    """With tensor parallelism: also split the norms and the residual stream along the sequence."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """With tensor parallelism: whether to also split the norms and the residual stream along the
+    sequence. auto: not on a CPU without a pipeline, where one all-reduce over gloo is faster than a
+    gather and a scatter; otherwise yes."""
     loss_chunk: int = Field(default=4096, ge=1)
     """Number of tokens whose logits are in memory at the same time."""
     schedule: Schedule = "1f1b"
@@ -89,11 +91,18 @@ class ParallelConfig(Section):
         """
         return self.accumulate == "sharded" and num_shards > 1
 
+    def on_device(self, device_type: str, pp: int) -> "ParallelConfig":
+        """Return the config with `sequence_parallel` decided for a type of device."""
+        if self.sequence_parallel != "auto":
+            return self
+        # A pipeline would send the whole stream once for each rank of tp.
+        return self.model_copy(update={"sequence_parallel": device_type != "cpu" or pp > 1})
+
     def splits_stream(self, tp: int) -> bool:
         """Return whether each tp rank holds only its share of the positions of the residual
-        stream.
+        stream. An undecided `auto` counts as yes.
         """
-        return tp > 1 and self.sequence_parallel
+        return tp > 1 and bool(self.sequence_parallel)
 
 
 class ProfileConfig(Section):

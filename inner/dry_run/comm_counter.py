@@ -122,7 +122,7 @@ def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     if mesh.degrees.cp > 1:
         groups["cp"] = mesh.cp_group
-    if mesh.degrees.has_two_axes_of_replicas:
+    if mesh.degrees.needs_group_of_copies:
         groups[COPIES] = mesh.copies_group
     if axis_of_all_ranks(mesh.degrees) == ALL_RANKS:
         groups[ALL_RANKS] = _default_group()

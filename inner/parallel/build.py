@@ -153,7 +153,7 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)
     if degrees.tp > 1:
-        apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.sequence_parallel)
+        apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.splits_stream(degrees.tp))
     if degrees.ep > 1:
         apply_expert_parallel(model, layout.mesh.sparse["ep"])
     apply_recompute(model, parallel.recompute)

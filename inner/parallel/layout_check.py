@@ -35,7 +35,7 @@ def check_layout(
     _check_experts(sizes, degrees, parallel, seq_len)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     positions = seq_len // degrees.cp
-    if parallel.sequence_parallel and positions % degrees.tp:
+    if parallel.splits_stream(degrees.tp) and positions % degrees.tp:
         raise InputError(
             f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
             f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "

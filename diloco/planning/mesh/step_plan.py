@@ -65,7 +65,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
     work = Workload(
         sizes=resolve_sizes(run.model, vocab_size),
         degrees=degrees,
-        parallel=island.parallel,
+        parallel=island.parallel.on_device(device_type, degrees.pp),
         seq_len=run.data.seq_len,
         micro_batch=island.micro_batch,
         num_micro_batches=accumulation_steps(

@@ -129,9 +129,12 @@ def _count_sums(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def axis_of_copies(degrees: Degrees) -> str:
-    """Return the axis that has all ranks with the same weights, or COPIES if no single axis has them."""
+    """Return the axis that has all ranks with the same weights, or ALL_RANKS or COPIES if no single
+    axis has them.
+    """
+    several = ALL_RANKS if degrees.num_copies == degrees.num_ranks else COPIES
     axes = ("dp_replicate", "fsdp")
-    return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_copies), COPIES)
+    return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_copies), several)
 
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
@@ -144,7 +147,7 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
     # The repetition of a block stops before its last matrix product, so it skips the last scatter.
     repeats = num_layers * (work.parallel.recompute == "full")
-    if work.parallel.sequence_parallel:
+    if work.parallel.splits_stream(work.degrees.tp):
         gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
         scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_gather", num_micro_batches * gathers, piece)

@@ -71,7 +71,8 @@ def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Ex
     tp_replicas = tp if kind.tp_dim is None else 1
     shard = -(-rows // shards) * cols * FP32
     share = _num_ranks(work) // (replicas * tp_replicas)
-    yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
+    if shards > 1:
+        yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
     if kind.tp_dim is not None:
         yield Exchange("tp", "all_to_all", 2 * batches, share // shards * rows * cols * FP32)
     else:
