@@ -144,7 +144,8 @@ def build_trainer(
     if isinstance(model, ModelSizes) and mesh.world.get_rank() == 0:
         for obstacle in find_export_obstacles(model, optimizer.balance.bias_speed):
             log.warning("the trained model will have no export: %s", obstacle)
-    return Trainer(model, optimizer, mesh, island.parallel, settings)
+    parallel = island.parallel.on_device(torch.device(device).type, degrees.pp)
+    return Trainer(model, optimizer, mesh, parallel, settings)
 
 
 def of_all_islands(config: RunConfig, num_islands: int) -> RunConfig:

@@ -78,6 +78,16 @@ class Degrees:
         """Number of ranks that compute with the same weights on different tokens."""
         return self.dp_replicate * self.fsdp
 
+    @property
+    def has_two_axes_of_replicas(self) -> bool:
+        """Whether ranks along dp_replicate and ranks along cp may both hold the same whole weights."""
+        return self.dp_shard == 1 and self.dp_replicate > 1 and self.cp > 1
+
+    @property
+    def needs_group_of_copies(self) -> bool:
+        """Whether the ranks with the same whole weights lie along two axes and are not all ranks."""
+        return self.has_two_axes_of_replicas and self.num_copies < self.num_ranks
+
     def coordinates(self, rank: int) -> dict[str, int]:
         place = {}
         for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):
@@ -164,6 +174,9 @@ class IslandMesh:
         over both."""
         if degrees.cp > 1:
             self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
+        if degrees.needs_group_of_copies:
+            sizes = degrees.pp, degrees.num_copies, degrees.tp
+            self._copies = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "copies", "tp"))
         self.at = degrees.coordinates(self.world.get_rank())
         """This rank's coordinate on each axis."""
 
@@ -173,6 +186,27 @@ class IslandMesh:
         because FSDP would still all-reduce over it.
         """
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
+
+    @property
+    def _axes_of_copies(self) -> list[str]:
+        """The axes of `world` along which ranks compute with the same weights."""
+        degrees = {"dp_replicate": self.degrees.dp_replicate, "fsdp": self.degrees.fsdp}
+        return [axis for axis, degree in degrees.items() if degree > 1]
+
+    @property
+    def copies(self) -> "DeviceMesh":
+        """The mesh of parameters that each rank holds whole. Its last axis is tp, if tp cuts them."""
+        return self.world[tuple(self._axes_of_copies + ["tp"] * (self.degrees.tp > 1))]
+
+    @property
+    def copies_group(self) -> "ProcessGroup":
+        """The ranks that compute with the same weights. Available only if dp_shard is 1, and other
+        ranks have the same weights.
+        """
+        axes = self._axes_of_copies
+        if len(axes) == 1:
+            return self.world[axes[0]].get_group()
+        return self._copies["copies"].get_group() if self.degrees.needs_group_of_copies else _all_ranks()
 
     @cached_property
     def sparse(self) -> "DeviceMesh":
@@ -208,6 +242,14 @@ class IslandMesh:
     def data_rank(self) -> int:
         """Index of the share of sequences that this rank reads. Ranks along pp, cp and tp read the same share."""
         return self.at["dp_replicate"] * self.degrees.dp_shard + self.at["dp_shard"]
+
+
+def _all_ranks() -> "ProcessGroup":
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None, "a mesh is built of an open process group"
+    return group
 
 
 def accumulation_steps(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:

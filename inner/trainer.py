@@ -31,6 +31,7 @@ from inner.optim.spikes import Spike, SpikeWatch
 from inner.parallel.build import (
     Layout,
     StepShape,
+    build_copies,
     build_cutter,
     build_runner,
     build_stages,
@@ -39,7 +40,6 @@ from inner.parallel.build import (
 )
 from inner.parallel.layout_check import check_layout
 from inner.parallel.own_model import initialise_own_model
-from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.fsdp import free_gathered_weights
 from inner.params import LocalParams
 
@@ -144,7 +144,7 @@ class Trainer:
         self._balance: ExpertBalance | None = None
         if isinstance(model, ModelSizes) and model.experts is not None:
             self._balance = ExpertBalance(model, mesh, self.model_parts, self._sum)
-        self._copies = ComputeCopies(self.model_parts, layout.compute_dtype)
+        self._copies = build_copies(layout, self.model_parts)
         self._build_step()
 
     @property

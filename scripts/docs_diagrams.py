@@ -110,7 +110,7 @@ def draw_building() -> str:
         ("Cut matrices, if tp > 1", "and the stream along the sequence", "parallel/tensor.py"),
         ("Recompute", "what the backward computes again", "parallel/recompute.py"),
         ("torch.compile", "each block", "parallel/compile.py"),
-        ("fully_shard, if ranks are several", "over dp_replicate and fsdp", "parallel/weights/fsdp.py"),
+        ("fully_shard, or whole replicas", "if several ranks have the same weights", "parallel/weights/"),
         ("Initial weights", "by seed and name, or slices of a folder", "model/init.py, huggingface/load.py"),
         ("Copies in the compute dtype", "without FSDP", "parallel/weights/compute_copies.py"),
         ("OneStage or Pipeline", "torch's schedules, if pp > 1", "parallel/pipeline/"),

@@ -48,15 +48,20 @@ class ParallelConfig(Section):
     rounding.
     """
 
-    zero: Literal[2, 3] | None = None
-    """ZeRO stage of FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. null:
-    2 with a pipeline, otherwise 3."""
+    zero: Literal[0, 2, 3] | None = None
+    """ZeRO stage. 0: each rank holds its weights whole, and gradients are summed once per step,
+    while the backward runs; dp_shard must be 1. 2 and 3: FSDP shards the weights over dp_shard and
+    cp; 3 frees a block's gathered weights after its forward, 2 keeps them. null: 0 if dp_shard is 1
+    and either cp is 1 or a rank's share of the model has at most 500M parameters; otherwise 2 with
+    a pipeline and 3 without. Experts under ep or tp need 2 or 3."""
     accumulate: Accumulate = "sharded"
     """How gradients of several micro-batches are accumulated. `sharded`: each micro-batch reduces
     its gradients over the shards. `whole`: every rank keeps whole gradients until the last
     micro-batch, which sends less and needs 4 bytes per parameter."""
-    sequence_parallel: bool = True
-    """With tensor parallelism: also split the norms and the residual stream along the sequence."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """With tensor parallelism: whether to also split the norms and the residual stream along the
+    sequence. auto: not on a CPU without a pipeline, where one all-reduce over gloo is faster than a
+    gather and a scatter; otherwise yes."""
     loss_chunk: int = Field(default=4096, ge=1)
     """Number of tokens whose logits are in memory at the same time."""
     schedule: Schedule = "1f1b"
@@ -78,7 +83,7 @@ class ParallelConfig(Section):
         """Return whether blocks free their gathered weights after the forward. A pipeline would
         gather them per micro-batch.
         """
-        return (self.zero or (3 if pp == 1 else 2)) == 3
+        return self.zero == 3 or (self.zero is None and pp == 1)
 
     def reduces_each_micro_batch(self, num_shards: int) -> bool:
         """Return whether each micro-batch reduces its gradients over the shards. With one shard
@@ -86,11 +91,18 @@ class ParallelConfig(Section):
         """
         return self.accumulate == "sharded" and num_shards > 1
 
+    def on_device(self, device_type: str, pp: int) -> "ParallelConfig":
+        """Return the config with `sequence_parallel` decided for a type of device."""
+        if self.sequence_parallel != "auto":
+            return self
+        # A pipeline would send the whole stream once for each rank of tp.
+        return self.model_copy(update={"sequence_parallel": device_type != "cpu" or pp > 1})
+
     def splits_stream(self, tp: int) -> bool:
         """Return whether each tp rank holds only its share of the positions of the residual
-        stream.
+        stream. An undecided `auto` counts as yes.
         """
-        return tp > 1 and self.sequence_parallel
+        return tp > 1 and bool(self.sequence_parallel)
 
 
 class ProfileConfig(Section):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from inner.measure.traffic.expected import (
     ALL_RANKS,
+    COPIES,
     OTHER,
     SCALARS,
     SCALARS_BYTES,
@@ -121,6 +122,8 @@ def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     if mesh.degrees.cp > 1:
         groups["cp"] = mesh.cp_group
+    if mesh.degrees.needs_group_of_copies:
+        groups[COPIES] = mesh.copies_group
     if axis_of_all_ranks(mesh.degrees) == ALL_RANKS:
         groups[ALL_RANKS] = _default_group()
     return groups

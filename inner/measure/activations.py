@@ -93,7 +93,7 @@ class ActivationMemory:
         if work.degrees.tp == 1:
             return 0
         inputs = input_bytes(work)
-        return 2 * (inputs + self.stream) if work.parallel.sequence_parallel else 2 * inputs
+        return 2 * (inputs + self.stream) if work.parallel.splits_stream(work.degrees.tp) else 2 * inputs
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,12 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
         times = degrees.num_data_ranks // moved.num_data_ranks
         return replace(work, degrees=moved, num_micro_batches=work.num_micro_batches * times)
 
-    if parallel.accumulate == "whole" and degrees.fsdp > 1 and work.num_micro_batches > 1:
+    if parallel.accumulate == "whole" and work.num_shards > 1 and work.num_micro_batches > 1:
         yield "island.parallel.accumulate=sharded", with_parallel(accumulate="sharded")
-    if degrees.pp == 1 and not work.frees_after_forward:
+    if work.has_whole_weights and degrees.cp > 1:
+        stage = 3 if degrees.pp == 1 else 2
+        yield f"island.parallel.zero={stage}", with_parallel(zero=stage)
+    elif degrees.pp == 1 and not work.frees_after_forward:
         yield "island.parallel.zero=3", with_parallel(zero=3)
     if degrees.dp_replicate % 2 == 0:
         yield f"island.mesh.dp_replicate={degrees.dp_replicate // 2}", move_ranks("dp_shard", "dp_replicate")

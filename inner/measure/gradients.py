@@ -2,13 +2,109 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 from inner.measure.workload import FP32, FsdpParamGroup, Workload
 from inner.model.stage import Stage
 
 
+class StageGradients(Protocol):
+    """Gradients of a stage during one of its backwards, in bytes."""
+
+    @property
+    def before(self) -> int:
+        """Bytes of the gradients that earlier backwards have left."""
+        ...
+
+    @property
+    def at_root(self) -> int:
+        """Bytes when the root's gradients have been computed."""
+        ...
+
+    def after(self, num_layers: int) -> int:
+        """Return the bytes when the last `num_layers` layers of the stage are done, and the next
+        layer is not.
+        """
+        ...
+
+    @property
+    def at_end(self) -> int:
+        """Bytes when the last gradients have been computed."""
+        ...
+
+    @property
+    def all_at_once(self) -> int:
+        """Bytes at the end of the weights' half of a split backward, where all gradients exist at
+        once.
+        """
+        ...
+
+
+def stage_gradients(work: Workload, stage: Stage, number: int) -> StageGradients:
+    """Return the gradients of a stage in a backward. `number`: how many it has already run."""
+    kind = BucketGradients if work.has_whole_weights else GroupGradients
+    return kind(work, stage, number)
+
+
 @dataclass(frozen=True)
-class StageGradients:
+class BucketGradients:
+    """Gradients of replicas with whole weights. A bucket has memory from its first gradient on, and
+    keeps it until the step ends.
+    """
+
+    work: Workload
+    stage: Stage
+    number: int
+    """Number of backwards that the stage has already run."""
+
+    @property
+    def before(self) -> int:
+        """See StageGradients, here and below."""
+        return self._begun(0)
+
+    @property
+    def at_root(self) -> int:
+        return self._begun(self._ends) + self._own(self.work.root(self.stage))
+
+    def after(self, num_layers: int) -> int:
+        layers = self.stage.layers
+        done = layers[len(layers) - num_layers :]
+        groups = [group for layer in done for group in self.work.layer_groups(self.work.sizes.has_experts(layer))]
+        return self._begun(self._ends + FP32 * sum(group.numel for group in groups))
+
+    @property
+    def at_end(self) -> int:
+        last = self.work.root(self.stage) if self.work.sizes.tie_embeddings else self.work.embedding(self.stage)
+        return sum(self.work.gradient_buckets(self.stage)) + self._own(last)
+
+    @property
+    def all_at_once(self) -> int:
+        # The gradients of the copies exist beside the buckets.
+        groups = self.work.param_groups(self.stage)
+        return sum(self.work.gradient_buckets(self.stage)) + self.work.compute_bytes(groups)
+
+    @property
+    def _ends(self) -> int:
+        """Bytes of the gradients of the last norm and of a head of its own."""
+        table = self.work.table.numel * (not self.work.sizes.tie_embeddings)
+        return FP32 * (self.work.sizes.dim + table) * self.stage.is_last
+
+    def _begun(self, done: int) -> int:
+        """Return the bytes of the buckets that have memory when gradients of `done` bytes are complete."""
+        buckets = self.work.gradient_buckets(self.stage)
+        if self.number > 0:
+            return sum(buckets)
+        first_bytes = accumulate(buckets, initial=0)
+        return sum(size for size, first in zip(buckets, first_bytes, strict=False) if first < done)
+
+    def _own(self, group: FsdpParamGroup) -> int:
+        """Return the bytes of a group's gradients before they are copied into a bucket."""
+        return self.work.itemsize(group) * group.numel
+
+
+@dataclass(frozen=True)
+class GroupGradients:
     """Gradients of a stage during one of its backwards, in bytes.
 
     The root's gradients come first, then the layers' from the last to the first, then
@@ -109,11 +205,11 @@ class StageGradients:
         """Return the bytes of a group's gradients from earlier backwards."""
         if self.number == 0:
             return 0
-        return FP32 * group.shard_numel(self.work.degrees.fsdp if self.work.reduces_each_micro_batch else 1)
+        return FP32 * group.shard_numel(self.work.num_shards if self.work.reduces_each_micro_batch else 1)
 
     def _done(self, group: FsdpParamGroup) -> int:
         """Return the bytes of a group's gradients after this backward."""
-        return FP32 * group.shard_numel(self.work.degrees.fsdp if self._is_reduced else 1)
+        return FP32 * group.shard_numel(self.work.num_shards if self._is_reduced else 1)
 
     def _own(self, group: FsdpParamGroup) -> int:
         """Return the bytes of a group's gradients from this backward, before they are reduced."""
@@ -131,7 +227,7 @@ class StageGradients:
         if self._left(group) and not self.work.reduces_each_micro_batch:
             own = self._left(group)  # Earlier micro-batches have left whole gradients, which are reduced now.
             return FP32 * group.numel + own
-        shard = FP32 * group.shard_numel(self.work.degrees.fsdp)
+        shard = FP32 * group.shard_numel(self.work.num_shards)
         # FSDP holds the last gradient of a group until the group is reduced. For an untied table
         # this is nearly the whole group.
         own = max(self._own(group) - shard, 0) if self.work.sizes.tie_embeddings else self._own(group)

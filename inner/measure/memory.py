@@ -5,7 +5,7 @@ torch here.
 from dataclasses import dataclass, replace
 
 from inner.measure.activations import TOKEN_IDS, ActivationMemory, loss_memory
-from inner.measure.gradients import StageGradients
+from inner.measure.gradients import StageGradients, stage_gradients
 from inner.measure.workload import FP32, MANAGED_STAGES, FsdpParamGroup, Workload
 from inner.model.stage import Stage
 from inner.optim.state_bytes import STATE_BYTES, StateBytes
@@ -48,12 +48,12 @@ def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: st
 
 def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     work = rank.work
-    params = sum(FP32 * group.shard_numel(work.degrees.fsdp) for group in rank.groups)
+    params = sum(FP32 * group.shard_numel(work.num_shards) for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
     snapshots = rank.snapshots()
-    # When the optimizer steps, only gradients are left, and on a single rank the copies in the
-    # compute dtype. Fused AdamW and SGD need no memory of their own.
-    in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
+    # When the optimizer steps, only gradients are left, and without FSDP the copies in the compute
+    # dtype. Fused AdamW and SGD need no memory of their own.
+    in_update = params + (0 if work.uses_fsdp else rank.gathered)
     in_passes = max(snapshot.total - snapshot.not_gathered for snapshot in snapshots)
     beside = max(in_update, rank.gathered + rank.buffers + in_passes)
     return MemoryEstimate(
@@ -71,12 +71,12 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
     """Return the bytes of the optimizer's states for a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    num_elements = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
+    num_elements = sum(group.shard_numel(work.num_shards) for group in groups)
     in_matrices = 0
     for has_experts, count in work.layer_kinds(stages):
         shapes = [shape for group in work.layer_groups(has_experts) for shape in group.all_shapes]
         matrices = FsdpParamGroup(tuple(shape for shape in shapes if shape[1] > 1))
-        in_matrices += count * matrices.shard_numel(work.degrees.fsdp)
+        in_matrices += count * matrices.shard_numel(work.num_shards)
     return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
 
@@ -117,16 +117,16 @@ class _Rank:
         """Bytes of gathered weights. With ZeRO-3: the root, the current block and the prefetched
         next block; otherwise all stages.
 
-        A single rank gathers nothing. It has copies in the compute dtype, or no copies if the
+        Without FSDP nothing is gathered. A rank then has copies in the compute dtype, or no copies if the
         masters have that dtype.
         """
         work = self.work
-        if work.degrees.num_copies == 1:
+        if not work.uses_fsdp:
             copied = [group for group in self.groups if not group.is_exact]
             return work.compute_bytes(copied) if work.compute_itemsize < FP32 else 0
         if work.degrees.pp == 1:
             root = work.compute_bytes([work.root(self.stages[0])])
-            is_sharded = work.degrees.fsdp > 1
+            is_sharded = work.num_shards > 1
             # The last gather of the forward is that of the head, if it is untied. Its buffer
             # remains until the backward gathers again, which never happens with ZeRO-2.
             buffer = root if is_sharded and not work.sizes.tie_embeddings else 0
@@ -145,12 +145,12 @@ class _Rank:
         It is 0 for dense models, whose blocks are about as large as the head or smaller.
         """
         work = self.work
-        if work.sizes.experts is None or work.degrees.num_copies == 1 or work.degrees.pp > 1:
+        if work.sizes.experts is None or not work.uses_fsdp or work.degrees.pp > 1:
             return 0
         if not work.frees_after_forward:
             return 0
         root = work.compute_bytes([work.root(self.stages[0])])
-        is_sharded = work.degrees.fsdp > 1
+        is_sharded = work.num_shards > 1
         if layer is None:
             return self.gathered - root - root * (is_sharded and not work.sizes.tie_embeddings)
         # An untied head is freed when its gradients have been computed.
@@ -198,8 +198,8 @@ class _Rank:
         snapshots: list[_Snapshot] = []
         for action in self.work.orders[self.pp_rank]:
             stage = stages[action.stage]
-            held = {index: StageGradients(self.work, stages[index], number) for index, number in num_backwards.items()}
-            gradients = sum(stage_gradients.before for stage_gradients in held.values())
+            held = {index: stage_gradients(self.work, stages[index], number) for index, number in num_backwards.items()}
+            gradients = sum(each.before for each in held.values())
             if action.kind == "forward":
                 kept += self._kept(stage)
                 in_loss = losses * loss.kept + loss.forward * stage.is_last

@@ -12,6 +12,7 @@ from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
+from inner.parallel.weights.zero_stage import cut_buckets, has_whole_weights
 
 FP32 = 4
 MANAGED_STAGES = 3
@@ -70,9 +71,24 @@ class Workload:
         return self.parallel.frees_after_forward(self.degrees.pp)
 
     @property
+    def has_whole_weights(self) -> bool:
+        """Whether several ranks compute with the same weights, and each holds them whole (ZeRO-0)."""
+        return has_whole_weights(self.parallel, self.degrees, self.sizes)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP gathers the weights and reduces their gradients."""
+        return self.degrees.num_copies > 1 and not self.has_whole_weights
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks over which each weight is sharded."""
+        return 1 if self.has_whole_weights else self.degrees.fsdp
+
+    @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether each micro-batch reduces its gradients, so that they accumulate in shards."""
-        return self.parallel.reduces_each_micro_batch(self.degrees.fsdp)
+        return self.parallel.reduces_each_micro_batch(self.num_shards)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -157,6 +173,22 @@ class Workload:
         for has_experts, count in self.layer_kinds([stage]):
             groups += self.layer_groups(has_experts) * count
         return groups
+
+    def gradient_buckets(self, stage: Stage) -> list[int]:
+        """Return the bytes of the buckets in which replicas with whole weights sum a stage's
+        gradients, in the order in which they are sent.
+        """
+        table = FP32 * self.table.numel
+        norm = FP32 * self.sizes.dim
+        has_own_head = stage.is_last and not self.sizes.tie_embeddings
+        has_embedding = stage.is_first or (stage.is_last and self.sizes.tie_embeddings)
+        layers = [
+            FP32 * sum(group.numel for group in self.layer_groups(self.sizes.has_experts(layer)))
+            for layer in reversed(stage.layers)
+        ]
+        groups = [norm * stage.is_last + table * has_own_head, *layers, table * has_embedding]
+        sizes = [size for size in groups if size]
+        return [sum(sizes[index] for index in bucket) for bucket in cut_buckets(sizes)]
 
     def compute_bytes(self, groups: Iterable["FsdpParamGroup"]) -> int:
         """Return the bytes of whole parameters, or of their gradients, as the computation uses them."""

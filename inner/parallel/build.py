@@ -31,6 +31,8 @@ from inner.parallel.recompute import apply_recompute
 from inner.parallel.tensor import apply_tensor_parallel
 from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.fsdp import apply_block_fsdp, apply_fsdp
+from inner.parallel.weights.replicas import ReplicaSums, replicate
+from inner.parallel.weights.zero_stage import has_sparse_experts, has_whole_weights
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,20 @@ class Layout:
     @property
     def has_sparse_mesh(self) -> bool:
         """Whether the model has experts, and they are spread in another way than other weights."""
-        has_experts = isinstance(self.model, ModelSizes) and self.model.experts is not None
-        return has_experts and self.mesh.degrees.has_sparse_mesh
+        return has_sparse_experts(self.mesh.degrees, self.model)
+
+    @cached_property
+    def has_whole_weights(self) -> bool:
+        """Whether several ranks compute with the same weights, and each holds them whole."""
+        return has_whole_weights(self.parallel, self.mesh.degrees, self.model)
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether several ranks compute with the same weights, or with the same experts."""
+        """Whether several ranks compute with the same weights, or with the same experts, and FSDP
+        gathers them.
+        """
+        if self.has_whole_weights:
+            return False
         degrees = self.mesh.degrees
         has_expert_copies = self.has_sparse_mesh and degrees.dp_replicate * degrees.edp > 1
         return degrees.num_copies > 1 or has_expert_copies
@@ -125,7 +135,9 @@ def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
     apply_recompute(model, parallel.recompute)
     if layout.is_compiled:
         compile_blocks(model, layout.device.type)
-    if layout.mesh.degrees.num_copies > 1:
+    if layout.has_whole_weights:
+        replicate(model, layout.mesh.copies)
+    if layout.uses_fsdp:
         apply_block_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(pp=1))
     return model.to_empty(device=layout.device)
 
@@ -146,12 +158,14 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)
     if degrees.tp > 1:
-        apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.sequence_parallel)
+        apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.splits_stream(degrees.tp))
     if degrees.ep > 1:
         apply_expert_parallel(model, layout.mesh.sparse["ep"])
     apply_recompute(model, parallel.recompute)
     if layout.is_compiled:
         compile_blocks(model, layout.device.type)
+    if layout.has_whole_weights:
+        replicate(model, layout.mesh.copies)
     if layout.uses_fsdp:
         reshard = parallel.frees_after_forward(degrees.pp)
         expert_mesh = layout.mesh.edp if layout.has_sparse_mesh else None
@@ -165,6 +179,14 @@ def build_cutter(layout: Layout, seq_len: int, eos_id: int | None) -> Cutter:
     """
     everywhere = layout.parallel.context == "ulysses"
     return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, attends_everywhere=everywhere)
+
+
+def build_copies(layout: Layout, stages: Sequence[Transformer]) -> ComputeCopies:
+    """Build what a trainer computes with in place of its fp32 weights, and where replicas sum their
+    gradients. Every rank must call it.
+    """
+    sums = ReplicaSums(stages, layout.mesh.copies_group) if layout.has_whole_weights else None
+    return ComputeCopies(stages, layout.compute_dtype, sums)
 
 
 @dataclass(frozen=True)
@@ -184,7 +206,7 @@ def build_runner(
     rank must call it. `copies`: those of the stages, which all runners of a trainer share.
     """
     degrees = layout.mesh.degrees
-    reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
+    reduces_each = layout.parallel.reduces_each_micro_batch(1 if layout.has_whole_weights else degrees.fsdp)
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss
         return OneStage(stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each)

@@ -8,8 +8,9 @@ from inner.config import ContextMethod, ExpertsConfig, ParallelConfig
 from inner.errors import InputError, nearest_multiples
 from inner.flops import layer_costs
 from inner.mesh import Degrees
-from inner.model.sizes import ModelSizes
+from inner.model.sizes import ModelSizes, OwnModel
 from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
+from inner.parallel.weights.zero_stage import has_sparse_experts
 
 SPLITS_SINCE = (2, 13)
 """The first version of torch that splits a backward correctly. 2.11 and 2.12 fail on arguments
@@ -27,6 +28,7 @@ def check_layout(
     plan_stages(parallel, layer_costs(sizes, seq_len, parallel.recompute), degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
     check_torch(parallel, degrees)
+    check_whole_weights(parallel, degrees, sizes)
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
@@ -47,6 +49,23 @@ def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | Non
         raise InputError(
             f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch 2.13 or later, "
             f"but this is {installed}; install torch 2.13, or set schedule to 1f1b, interleaved_1f1b or breadth_first"
+        )
+
+
+def check_whole_weights(parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel) -> None:
+    """Raise InputError if the config asks for whole weights (ZeRO-0) on a mesh that shards them."""
+    if parallel.zero != 0:
+        return
+    if degrees.dp_shard > 1:
+        raise InputError(
+            f"island.parallel.zero: 0 keeps weights whole on each rank, but island.mesh.dp_shard "
+            f"({degrees.dp_shard}) shards them; set dp_shard to 1 and dp_replicate to {degrees.num_data_ranks}, or "
+            "leave zero out"
+        )
+    if has_sparse_experts(degrees, model):
+        raise InputError(
+            f"island.parallel.zero: 0 keeps weights whole, but with island.mesh.ep ({degrees.ep}) and tp "
+            f"({degrees.tp}) FSDP shards the experts; set ep and tp to 1, or zero to 2 or 3, or leave it out"
         )
 
 
@@ -118,7 +137,7 @@ def _check_positions(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConf
     if sizes.experts is not None:
         why = "because each rank of tp routes its share of them"
         other_cure = ""
-    elif parallel.sequence_parallel:
+    elif parallel.splits_stream(degrees.tp):
         why = "under sequence parallel"
         other_cure = ", or island.parallel.sequence_parallel to false"
     else:

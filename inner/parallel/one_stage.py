@@ -23,7 +23,7 @@ def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
 
 
 class OneStage:
-    """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of
+    """Runs a whole model. Every rank with the same weights must make each call, with the same number of
     micro-batches.
     """
 
@@ -53,10 +53,12 @@ class OneStage:
         with self._copies:
             for number, micro_batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
+                self._copies.begin_backward(self._model, is_last=is_last)
                 set_gradient_sync(self._model, over_shards=is_last or self._reduces_each, over_replicas=is_last)
                 loss = self._loss(micro_batch)
                 (loss * scale).backward()
                 total += loss.detach()
+        self._copies.finish_gradients()
         return total
 
     @torch.no_grad()

@@ -37,6 +37,7 @@ from inner.model.init import STD, fill_normal
 from inner.model.sizes import OwnModel
 from inner.model.stage import Stage
 from inner.model.transformer import Transformer
+from inner.parallel.layout_check import check_whole_weights
 from inner.param_spec import ParamSpec
 from inner.params import LocalParams
 
@@ -71,6 +72,7 @@ def check_own_model(
     """
     built: nn.Module = build_own_model(model, seq_len)
     _check_axes(model, tuple(getattr(built, "axes", ())), degrees)
+    check_whole_weights(parallel, degrees, model)
     if masks_documents:
         raise InputError(
             f"data.document_mask: {model.name} gets only tokens, and no documents; set document_mask to false"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inner.model.sizes import ModelSizes
+from inner.parallel.weights.zero_stage import has_whole_weights
 from tests.inner.small import OPTIMIZER, batch
 from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, TIED, Case, Life, case, of
 
@@ -37,6 +38,7 @@ FEW = [
     case("cp2", LATENT, micro_batch=6),
     case("dp_shard2 ep2", MIXTURE),
     case("dp_shard2 tp2 ep2", MIXTURE, micro_batch=6, sequence_parallel=False),
+    case("dp_replicate2", TIED, zero=0),
 ]
 REST = [
     case("dp_replicate2 dp_shard2", MIXTURE, recompute="selective"),
@@ -78,6 +80,18 @@ REST = [
     case("dp_shard2 cp2 tp2", QWEN, recompute="selective"),
     case("cp2 tp2", micro_batch=6, context="all_gather", eos_id=EOS),
     case("dp_replicate2", zero=2),
+    case("dp_replicate2", OWN, zero=0, recompute="full"),
+    case("cp2", micro_batch=6, zero=3),
+    case("dp_replicate2 cp2", TIED, context="all_gather", zero=0, recompute="selective"),
+    case("dp_replicate2 tp2", MANY_HEADS, zero=0),
+    case("pp2 dp_replicate2", TIED, schedule="gpipe", zero=0),
+    case("pp2 dp_replicate2", TIED, schedule="1f1b", zero=0),
+    case("pp2 dp_replicate2", schedule="interleaved_1f1b", zero=0),
+    case("pp2 dp_replicate2", TIED, schedule="breadth_first", zero=0),
+    case("pp2 dp_replicate2", schedule="interleaved_zero_bubble", zero=0),
+    case("pp2 dp_replicate2", TIED, schedule="zbv", zero=0),
+    case("pp2 dp_replicate2", schedule="dualpipev", micro_batch=1, zero=0),
+    case("pp2 dp_replicate2 cp2 tp2", schedule="zbv", zero=0),
     case("dp_shard3", micro_batch=2),
     case("dp_replicate2 dp_shard2"),
     case("dp_shard2", micro_batch=2, accumulate="whole"),
@@ -209,7 +223,9 @@ def test_specs_are_the_same_on_every_rank_of_every_mesh(case: Case) -> None:
 
 @on_every_mesh
 def test_slices_of_a_replica_cover_a_matrix_exactly_once(case: Case) -> None:
-    assert all(life.num_holders == {case.degrees.dp_replicate} for life in of(case))
+    is_whole = has_whole_weights(case.parallel, case.degrees, case.sizes)
+    num_replicas = case.degrees.num_copies if is_whole else case.degrees.dp_replicate
+    assert all(life.num_holders == {num_replicas} for life in of(case))
 
 
 @on_every_mesh

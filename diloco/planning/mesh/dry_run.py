@@ -103,7 +103,7 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
     case = Rehearsal(
         sizes=plan.work.sizes,
         degrees=plan.work.degrees,
-        parallel=island.parallel.model_copy(update={"compile": False}),
+        parallel=plan.work.parallel.model_copy(update={"compile": False}),
         optimizer=run.optimizer,
         seq_len=run.data.seq_len,
         micro_batch=island.micro_batch,

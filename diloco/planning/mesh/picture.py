@@ -197,10 +197,10 @@ def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
     )
     *lanes, legend = draw(simulation, width).splitlines()
     shown_lanes = [("..." if lane is None else lanes[lane]) for lane in select_shown(pp, MAX_DRAWN_RANKS)]
-    # With ZeRO-3 no weights stay gathered after their use.
-    note = (
-        [] if schedule in ONE_STAGE_PER_RANK or work.frees_after_forward else [_gathered_note(len(work.stages) // pp)]
-    )
+    # With ZeRO-3 no weights stay gathered after their use, and whole weights are never gathered.
+    stays_gathered = not work.frees_after_forward and not work.has_whole_weights
+    is_noted = stays_gathered and schedule not in ONE_STAGE_PER_RANK
+    note = [_gathered_note(len(work.stages) // pp)] if is_noted else []
     return name, "\n".join([*shown_lanes, legend, *note])
 
 

@@ -89,7 +89,7 @@ def _build_plan(run: RunConfig, island: IslandConfig, longest: int) -> StepPlan:
     work = Workload(
         sizes=resolve_sizes(run.model, vocab_size),
         degrees=degrees,
-        parallel=island.parallel,
+        parallel=island.parallel.on_device(device_type, degrees.pp),
         seq_len=run.data.seq_len,
         longest_seq_len=longest,
         micro_batch=island.micro_batch,

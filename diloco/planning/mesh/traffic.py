@@ -8,11 +8,20 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic.expected import ALL_RANKS, OTHER, TrafficRow, axis_of_all_ranks, expected_traffic
+from inner.measure.traffic.expected import (
+    ALL_RANKS,
+    COPIES,
+    OTHER,
+    TrafficRow,
+    axis_of_all_ranks,
+    axis_of_copies,
+    expected_traffic,
+)
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
 HEADS = ("axis", "groups", "their ranks", "what moves", "calls", "sent")
+COPIES_TEXT = "dp_replicate x cp"
 GUTTER = 2
 """Blank columns between two columns of a table."""
 
@@ -57,11 +66,15 @@ def traffic_lines(work: Workload) -> list[TrafficLine]:
     most.
     """
     sent = _most_sent(work)
+    degrees = work.degrees
     lines = []
     for name, members in _groups(work).items():
         moved = [TrafficLine(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
-        # FSDP communicates over dp_shard x cp; dp_shard has no traffic of its own.
-        lines += moved or [TrafficLine(name, members, "see dp_shard x cp", 0, 0)]
+        # FSDP communicates over dp_shard x cp, and dp_shard then has no traffic of its own. The same
+        # holds for replicas along two axes.
+        copies = _axis_text(axis_of_copies(degrees))
+        both = copies if work.has_whole_weights else "dp_shard x cp"
+        lines += moved or [TrafficLine(name, members, f"see {both}", 0, 0)]
     return lines
 
 
@@ -73,12 +86,15 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
     combinations: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     if degrees.dp_shard > 1 and degrees.cp > 1:
         combinations.insert(-1, ("dp_shard", "cp"))
+    if degrees.needs_group_of_copies and work.has_whole_weights:
+        combinations.insert(-1, ("dp_replicate", "cp"))
     by_axes = {
         " x ".join(axes): rank_groups(degrees, *axes)
         for axes in combinations
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
-    if work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS:
+    sums_over_all = work.has_whole_weights and axis_of_copies(degrees) == ALL_RANKS
+    if sums_over_all or (work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS):
         by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
     if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
         by_axes["ends of pp"] = [[group[0], group[-1]] for group in by_axes["pp"]]
@@ -103,7 +119,11 @@ def _axis(row: TrafficRow, degrees: Degrees) -> str:
     """Return the mesh axes of a row, as the table shows them."""
     if row.axis == "fsdp":
         return " x ".join(axis for axis in ("dp_shard", "cp") if getattr(degrees, axis) > 1)
-    return "ends of pp" if row.axis == OTHER else row.axis
+    return _axis_text(row.axis)
+
+
+def _axis_text(axis: str) -> str:
+    return {OTHER: "ends of pp", COPIES: COPIES_TEXT}.get(axis, axis)
 
 
 def _what(row: TrafficRow, work: Workload) -> str:
@@ -112,15 +132,18 @@ def _what(row: TrafficRow, work: Workload) -> str:
     """
     if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
         return "Muon's matrices"
-    if row.axis == "dp_replicate" and row.op == "all_gather":
-        return "Muon's updates"
+    is_replicas = row.axis == "dp_replicate"
+    if work.has_whole_weights:
+        is_replicas = row.axis in ("dp_replicate", "fsdp", axis_of_copies(work.degrees))
+    if is_replicas:
+        return "Muon's updates" if row.op == "all_gather" else "gradients"
     if row.axis == ALL_RANKS or (row.axis in ("fsdp", "cp") and row.op == "all_reduce"):
         return "loads of experts"
     if row.axis == "cp":
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":
         return "weights" if row.op == "all_gather" else "gradients"
-    if row.axis == "tp" and row.op == "all_reduce" and work.parallel.sequence_parallel:
+    if row.axis == "tp" and row.op == "all_reduce" and work.parallel.splits_stream(work.degrees.tp):
         return "norms and loss"
     return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")
 

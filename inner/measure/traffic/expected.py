@@ -18,6 +18,8 @@ OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
 ALL_RANKS = "all ranks"
 """Axis name for the group of all ranks of a mesh with several axes of more than one rank."""
+COPIES = "copies"
+"""Axis name for the group of the ranks of dp_replicate x fsdp, if both have more than one rank."""
 SCALARS = "scalars"
 """Name of collectives of a few bytes, such as losses, norms and counts. They are not predicted."""
 SCALARS_BYTES = 64
@@ -66,7 +68,10 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
     tally = _Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)
     for stage in work.stages_at(pp_rank):
-        _count_fsdp(tally, work, stage, gathers[stage.index])
+        if work.has_whole_weights:
+            _count_sums(tally, work, stage)
+        else:
+            _count_fsdp(tally, work, stage, gathers[stage.index])
         _count_tensor(tally, work, stage)
         _count_context(tally, work, stage)
         _count_pipeline(tally, work, stage)
@@ -87,6 +92,7 @@ class _Tally:
         self._num_ranks = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp")}
         self._num_ranks[OTHER] = 2
         self._num_ranks[ALL_RANKS] = degrees.num_ranks
+        self._num_ranks[COPIES] = degrees.num_copies
         self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def add(self, axis: str, op: str, calls: int, size: int) -> None:
@@ -110,10 +116,25 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
     for has_experts, num_layers in work.layer_kinds([stage]):
         groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
     for group, count, times in groups:
-        shard = group.shard_numel(work.degrees.fsdp)
+        shard = group.shard_numel(work.num_shards)
         tally.add("fsdp", "all_gather", times * count, shard * work.itemsize(group))
-        tally.add("fsdp", "reduce_scatter", times * reduces, shard * work.degrees.fsdp * GRADIENT_BYTES)
+        tally.add("fsdp", "reduce_scatter", times * reduces, shard * work.num_shards * GRADIENT_BYTES)
         tally.add("dp_replicate", "all_reduce", times, shard * GRADIENT_BYTES)
+
+
+def _count_sums(tally: _Tally, work: Workload, stage: Stage) -> None:
+    """Count the sums of gradients over replicas with whole weights: a call per bucket, once per step."""
+    for size in work.gradient_buckets(stage):
+        tally.add(axis_of_copies(work.degrees), "all_reduce", 1, size)
+
+
+def axis_of_copies(degrees: Degrees) -> str:
+    """Return the axis that has all ranks with the same weights, or ALL_RANKS or COPIES if no single
+    axis has them.
+    """
+    several = ALL_RANKS if degrees.num_copies == degrees.num_ranks else COPIES
+    axes = ("dp_replicate", "fsdp")
+    return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_copies), several)
 
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
@@ -126,7 +147,7 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
     # The repetition of a block stops before its last matrix product, so it skips the last scatter.
     repeats = num_layers * (work.parallel.recompute == "full")
-    if work.parallel.sequence_parallel:
+    if work.parallel.splits_stream(work.degrees.tp):
         gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
         scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
@@ -154,7 +175,7 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
     shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
-    shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)
+    shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.num_shards)
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
 
@@ -235,6 +256,6 @@ def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
     """
     ends = work.stage_ranks[0], work.stage_ranks[-1]
     if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
-        shard = work.table.shard_numel(work.degrees.fsdp)
+        shard = work.table.shard_numel(work.num_shards)
         # With two ranks, the two ends are all ranks of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

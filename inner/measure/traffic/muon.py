@@ -63,17 +63,23 @@ def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Ex
     """Yield the exchanges of `batches` batches, each of one matrix per rank
     (inner/optim/muon/matrix_exchange.py).
     """
-    replicas = work.degrees.dp_replicate
-    shards = work.degrees.fsdp
+    shards = work.num_shards
+    replicas = work.degrees.num_copies // shards
     tp = work.degrees.tp
     rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
     cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols
     tp_replicas = tp if kind.tp_dim is None else 1
     shard = -(-rows // shards) * cols * FP32
     share = _num_ranks(work) // (replicas * tp_replicas)
-    yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
+    if shards > 1:
+        yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
     if kind.tp_dim is not None:
         yield Exchange("tp", "all_to_all", 2 * batches, share // shards * rows * cols * FP32)
     else:
         yield Exchange("tp", "all_gather", batches, share * shard)
-    yield Exchange("dp_replicate", "all_gather", batches, share * tp_replicas * shard)
+    pieces = share * tp_replicas * shard
+    if shards < work.degrees.fsdp:
+        # Whole weights on the ranks of cp, whose axis comes after dp_replicate.
+        yield Exchange("fsdp", "all_gather", batches, pieces)
+        pieces *= work.degrees.fsdp
+    yield Exchange("dp_replicate", "all_gather", batches, pieces)

@@ -80,6 +80,7 @@ class Pipeline:
                 targets_BS=targets,
                 tokens_BS=tokens,
             )
+        self._copies.finish_gradients()
         return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -140,6 +141,7 @@ class _ReducingStage(PipelineStage):
         """
         # Keep the weights here: the schedule frees them when the stage is done.
         keep_weights(self._model)
+        self._copies.begin_backward(self._model, is_last=last_backward and backward_type != "input")
         reduces = backward_type != "input" and (last_backward or self._reduces_each)
         set_gradient_sync(self._model, over_shards=reduces, over_replicas=last_backward)
         output = bwd_kwargs["stage_output"]

@@ -1,11 +1,12 @@
-"""Mixed precision on a mesh of one rank, where FSDP would copy weights and gradients for
-communication that is not needed.
+"""Computation without FSDP: on a rank that alone has its weights, and on replicas with whole weights.
 
 The model's parameters are the fp32 masters. During computation, copies in the compute dtype replace
 them. The gradient of each copy is added to its master's gradient in fp32 as soon as it is complete.
+Masters of replicas are DTensors, and copies are without this wrapper; if they have the masters'
+dtype, they are not copied, but share their memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from inner.parallel.weights.replicas import ReplicaSums, without_replicas
 from inner.params import local_tensor
 
 
@@ -24,6 +27,8 @@ class _Pair(NamedTuple):
     name: str
     master: nn.Parameter
     copy: nn.Parameter
+    add: Callable[[Tensor], None]
+    """Adds a gradient of the copy to that of the master."""
 
 
 class ComputeCopies:
@@ -33,24 +38,26 @@ class ComputeCopies:
     compiled code refers to it.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype, sums: ReplicaSums | None = None) -> None:
         """Create the copies. None are needed if the masters have that dtype, for modules that
-        compute in fp32, or for stages under FSDP, which casts by itself.
+        compute in fp32, or for stages under FSDP, which casts by itself. With `sums`, the masters
+        are those of replicas, all have copies, and their gradients are summed.
         """
+        self._sums = sums
         self._pairs = [
-            _pair(module, name, param, dtype)
+            _pair(module, name, param, param.dtype if getattr(module, "keeps_fp32", False) else dtype, sums)
             for stage in stages
             if not isinstance(stage, FSDPModule)
             for module in stage.modules()
-            if not getattr(module, "keeps_fp32", False)
             for name, param in module.named_parameters(recurse=False)
-            if param.dtype != dtype
+            if sums is not None or (param.dtype != dtype and not getattr(module, "keeps_fp32", False))
         ]
-        self._masters = [local_tensor(pair.master) for pair in self._pairs]
-        self._copies = [local_tensor(pair.copy) for pair in self._pairs]
+        cast = [pair for pair in self._pairs if pair.copy.dtype != pair.master.dtype]
+        self._masters = [local_tensor(pair.master) for pair in cast]
+        self._copies = [local_tensor(pair.copy) for pair in cast]
 
     def __enter__(self) -> None:
-        if self._pairs:
+        if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
         for pair in self._pairs:
             pair.module.register_parameter(pair.name, pair.copy)
@@ -61,25 +68,50 @@ class ComputeCopies:
         for pair in self._pairs:
             pair.module.register_parameter(pair.name, pair.master)
 
+    def begin_backward(self, stage: nn.Module, *, is_last: bool) -> None:
+        """Announce a backward of a stage. `is_last`: whether it is the stage's last in this step."""
+        if self._sums is not None:
+            self._sums.begin_backward(stage, is_last=is_last)
+
     def add_gradients(self) -> None:
         """Add gradients that no hook has added to their masters' gradients. A split backward calls
         no hooks.
         """
         for pair in self._pairs:
             if pair.copy.grad is not None:
-                _add_gradient(pair.master, pair.copy)
+                _take_gradient(pair.add, pair.copy)
+
+    def finish_gradients(self) -> None:
+        """Wait until gradients are summed over replicas. All replicas must call it after the last
+        backward of a step.
+        """
+        if self._sums is not None:
+            self._sums.finish()
 
 
-def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype) -> _Pair:
-    copy = nn.Parameter(torch.empty_like(master, dtype=dtype))
-    copy.register_post_accumulate_grad_hook(partial(_add_gradient, master))
-    return _Pair(module, name, master, copy)
+def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype, sums: ReplicaSums | None) -> _Pair:
+    add = partial(_add_gradient, master) if sums is None else partial(sums.add, master)
+    copy = nn.Parameter(_values_like(master, dtype))
+    copy.register_post_accumulate_grad_hook(partial(_take_gradient, add))
+    return _Pair(module, name, master, copy, add)
 
 
-def _add_gradient(master: Tensor, copy: Tensor) -> None:
+def _values_like(master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Return the memory of a copy of `master`, which is the master's own if it has the same dtype."""
+    values = local_tensor(master)
+    if dtype != values.dtype:
+        values = torch.empty_like(values, dtype=dtype)
+    return without_replicas(master, values) if isinstance(master, DTensor) else values
+
+
+def _take_gradient(add: Callable[[Tensor], None], copy: Tensor) -> None:
     grad = copy.grad
     copy.grad = None
     assert grad is not None, "the hook must be called after the gradient is set"
+    add(grad)
+
+
+def _add_gradient(master: Tensor, grad: Tensor) -> None:
     if master.grad is None:
         master.grad = grad.to(master.dtype)
     else:

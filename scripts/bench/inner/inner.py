@@ -1,13 +1,18 @@
 """Tokens per second of inner's trainer relative to plain PyTorch and transformers, on one process and on meshes.
 
     python scripts/bench/inner/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000] [--dtypes float32,bfloat16]
-        [--what plain,ours,transformers,plain_x2,dp2,fsdp2,tp2,pp2,cp2] [--device cpu] [--split] [--json FILE]
+        [--what plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,cp2_fsdp]
+        [--device cpu] [--split] [--json FILE]
 
 Contestants are processes with one thread each. They take turns, one step each, so that a busy machine affects all of
 them alike. A ratio is the median over all rounds of a contestant's speed relative to its rival's in the same round.
 The rival is `plain` for one process and `plain_x2`, two independent plain processes at once, for two. tokens/CPU-s
 counts the CPU time of all of a contestant's processes, which excludes waiting; tokens/s counts wall time. All
 contestants begin with the same weights and sequences, so their first losses must agree.
+
+`ddp2` is the plain loop in torch's DistributedDataParallel. `dp2_fsdp` and `cp2_fsdp` are dp2 and cp2 with FSDP (zero:
+3) in place of whole weights (zero: 0), `tp2_split` is tp2 with sequence parallelism. A second table compares the pairs
+of them that took part, also round by round: the median, and the lowest and highest ratio.
 """
 
 import argparse
@@ -40,13 +45,19 @@ RIVALS = {
     "ours": "plain",
     "transformers": "plain",
     "plain_x2": "plain_x2",
+    "ddp2": "plain_x2",
     "dp2": "plain_x2",
+    "dp2_fsdp": "plain_x2",
     "fsdp2": "plain_x2",
     "tp2": "plain_x2",
+    "tp2_split": "plain_x2",
     "pp2": "plain_x2",
     "cp2": "plain_x2",
+    "cp2_fsdp": "plain_x2",
 }
 """The rival that each contestant is compared with, in the order of the table."""
+PAIRS = (("dp2", "ddp2"), ("dp2", "dp2_fsdp"), ("cp2", "cp2_fsdp"), ("tp2", "tp2_split"))
+"""Contestants that are compared with each other in the second table."""
 NUM_PROCESSES = {"plain": 1, "plain_x2": 2}
 """Number of processes of each rival and of the contestants compared with it."""
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
@@ -111,13 +122,18 @@ def _fill_in_ratios(rows: Sequence[ContestantRow]) -> None:
 
 
 def _ratio(speeds: Sequence[float], of_rival: Sequence[float]) -> float:
-    return median(speed / other for speed, other in zip(speeds, of_rival, strict=True))
+    return median(_ratios(speeds, of_rival))
+
+
+def _ratios(speeds: Sequence[float], of_rival: Sequence[float]) -> list[float]:
+    return [speed / other for speed, other in zip(speeds, of_rival, strict=True)]
 
 
 HEADER = (
     f"{'dim':>5}{'vocab':>7}  {'dtype':<9}{'what':<13}{'tokens/CPU-s':>13}{'spread':>8}{'ratio':>7}"
     f"{'tokens/s':>10}{'spread':>8}{'ratio':>7}"
 )
+PAIR_HEADER = f"{'pairs, by round':<49}{'ratio by CPU':>24}{'ratio by time':>24}"
 SPLIT_HEADER = f"{'CPU milliseconds of a step':<36}" + "".join(f"{phase:>11}" for phase in PHASES)
 
 
@@ -132,6 +148,22 @@ def format_row(row: ContestantRow) -> str:
 def format_split(row: ContestantRow) -> str:
     """Format the CPU time of a row's process by phase."""
     return _row_start(row) + "".join(f"{row.split[phase]:>11.1f}" for phase in PHASES)
+
+
+def format_pair(row: ContestantRow, other: ContestantRow) -> str:
+    """Format the ratios of two rows, round by round, as text."""
+    by_cpu = _ratios(row.per_cpu_second, other.per_cpu_second)
+    by_time = _ratios(row.per_second, other.per_second)
+    texts = [f"{median(each):>7.2f} ({min(each):.2f} to {max(each):.2f})" for each in (by_cpu, by_time)]
+    return f"{_row_start(row)}/ {other.what:<11}" + "".join(f"{text:>24}" for text in texts)
+
+
+def compared_pairs(rows: Sequence[ContestantRow]) -> list[tuple[ContestantRow, ContestantRow]]:
+    """Return the rows of each of PAIRS that have the same model."""
+    by_name = {(row.case, row.what): row for row in rows}
+    cases = dict.fromkeys(row.case for row in rows)
+    pairs = [((case, one), (case, other)) for case in cases for one, other in PAIRS]
+    return [(by_name[one], by_name[other]) for one, other in pairs if one in by_name and other in by_name]
 
 
 def _row_start(row: ContestantRow) -> str:
@@ -196,6 +228,10 @@ def main() -> None:
         found = run_case(case, args)
         rows += found
         print("\n".join(format_row(row) for row in found), flush=True)
+    pairs = compared_pairs(rows)
+    if pairs:
+        print(PAIR_HEADER)
+        print("\n".join(format_pair(*pair) for pair in pairs))
     if args.split:
         print(SPLIT_HEADER)
         print("\n".join(format_split(row) for row in rows if row.split))

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees, IslandMesh
@@ -81,8 +83,10 @@ class TrainingLoop:
     """Makes one step on the batch of the given number, and returns the group's mean loss."""
 
 
-def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
-    """Build inner's trainer on one rank of a mesh. Every rank must call it, and then step."""
+def build_our_trainer(case: ModelCase, degrees: Degrees, parallel: dict[str, Any]) -> TrainingLoop:
+    """Build inner's trainer on one rank of a mesh, with these settings of `island.parallel`. Every
+    rank must call it, and then step.
+    """
     # The ranks along tp, cp and pp together read as much as the same number of independent
     # processes. The ranks along tp and cp share each sequence, so one micro-batch takes no more of
     # a rank's memory than in an independent process.
@@ -97,7 +101,8 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
         total_steps=10**6,
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
-    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(compile=False), settings)
+    config_of_mesh = ParallelConfig(compile=False, **parallel)
+    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), config_of_mesh, settings)
     shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
     batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
 
@@ -111,7 +116,15 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
 
 def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:
     """Build the loop around `model`, which maps tokens to logits."""
-    model = WithLoss(model).to(case.device)
+    return _build_loop(case, WithLoss(model).to(case.device), share)
+
+
+def build_ddp_loop(case: ModelCase, share: int) -> TrainingLoop:
+    """Build the plain loop around DistributedDataParallel. Every rank must call it, and then step."""
+    return _build_loop(case, DistributedDataParallel(WithLoss(build_plain_llama(case)).to(case.device)), share)
+
+
+def _build_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:
     optimizer = plain_optimizer(model)
     batches = [case.windows(share, number).split(case.sequences) for number in range(NUM_BATCHES)]
     dtype = COMPUTE_DTYPES[case.dtype]

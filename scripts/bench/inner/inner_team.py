@@ -20,6 +20,7 @@ from inner.mesh import Degrees
 from scripts.bench.inner.inner_rivals import (
     ModelCase,
     TrainingLoop,
+    build_ddp_loop,
     build_our_trainer,
     build_plain_llama,
     build_plain_loop,
@@ -29,12 +30,23 @@ from scripts.bench.inner.inner_rivals import (
 MESHES = {
     "ours": Degrees(),
     "dp2": Degrees(dp_replicate=2),
+    "dp2_fsdp": Degrees(dp_replicate=2),
     "fsdp2": Degrees(dp_shard=2),
     "tp2": Degrees(tp=2),
+    "tp2_split": Degrees(tp=2),
     "pp2": Degrees(pp=2),
     "cp2": Degrees(cp=2),
+    "cp2_fsdp": Degrees(cp=2),
 }
+PARALLEL: dict[str, dict[str, Any]] = {
+    "dp2_fsdp": {"zero": 3},
+    "cp2_fsdp": {"zero": 3},
+    "tp2": {"sequence_parallel": False},
+    "tp2_split": {"sequence_parallel": True},
+}
+"""Settings of `island.parallel`, where they are not the defaults."""
 LOOPS = {"plain": build_plain_llama, "transformers": build_transformers_llama, "plain_x2": build_plain_llama}
+NUM_IN_DDP = 2
 PHASES = ["forward", "backward", "optimizer", "rest"]
 ANSWER_SECONDS = 300.0
 
@@ -121,10 +133,12 @@ def _build(case: ModelCase, what: str, rank: int, folder: str) -> TrainingLoop:
         "gloo" if case.device == "cpu" else "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=MESHES[what].num_ranks,
+        world_size=NUM_IN_DDP if what == "ddp2" else MESHES[what].num_ranks,
         timeout=timedelta(seconds=ANSWER_SECONDS),
     )
-    return build_our_trainer(case, MESHES[what])
+    if what == "ddp2":
+        return build_ddp_loop(case, share=rank)
+    return build_our_trainer(case, MESHES[what], PARALLEL.get(what, {}))
 
 
 def timed_step(contestant: TrainingLoop, number: int) -> StepCost:

@@ -146,6 +146,7 @@ def test_a_collective_in_another_thread_of_autograd_is_counted():
 
 SIZES = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
+WIDE = replace(SIZES, dim=512, ffn_dim=1600, num_heads=8, num_kv_heads=4)
 BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=12)
 SEQ_LEN, MICRO_BATCH = 16, 3
 CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
@@ -157,6 +158,19 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "FSDP, whole gradients": (Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), SIZES, "bfloat16", 3),
     "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
     "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),
+    "replicas, FSDP": (Degrees(dp_replicate=2), ParallelConfig(zero=2), SIZES, "float32", 2),
+    "replicas, many buckets": (Degrees(dp_replicate=2), ParallelConfig(zero=0), WIDE, "bfloat16", 2),
+    "replicas, ring, tied": (Degrees(dp_replicate=2, cp=2), ParallelConfig(), TIED, "float32", 1),
+    "replicas, ring, Muon": (Degrees(dp_replicate=2, cp=2), ParallelConfig(), SIZES, "float32", 1),
+    "replicas, tensor, Muon": (Degrees(dp_replicate=2, tp=2), ParallelConfig(), SIZES, "float32", 1),
+    "ring, FSDP": (Degrees(cp=2, tp=2), ParallelConfig(zero=3), SIZES, "bfloat16", 2),
+    "zero bubble, replicas, tied": (
+        Degrees(pp=2, dp_replicate=2),
+        ParallelConfig(schedule="zbv"),
+        TIED,
+        "float32",
+        4,
+    ),
     "HSDP": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), SIZES, "float32", 2),
     "HSDP, whole gradients": (
         Degrees(dp_replicate=2, dp_shard=2),
@@ -260,6 +274,9 @@ SLOW = [
     "experts",
     "experts, ZeRO-2",
     "experts, replicas",
+    "replicas, FSDP",
+    "replicas, tensor, Muon",
+    "ring, FSDP",
     "experts, HSDP",
     "experts, 1F1B",
     "experts, HSDP, Muon",

@@ -67,6 +67,10 @@ def test_weights_that_one_rank_has_alone_are_not_wrapped(degrees: Degrees) -> No
     assert not any(any(kinds) for kinds in run_ranks(kinds_on_a_rank, degrees.num_ranks, degrees))
 
 
-@pytest.mark.parametrize("degrees", [Degrees(dp_shard=2), Degrees(dp_replicate=2), Degrees(cp=2)], ids=str)
-def test_weights_that_several_ranks_have_are_wrapped(degrees: Degrees) -> None:
-    assert all(any(kinds) for kinds in run_ranks(kinds_on_a_rank, degrees.num_ranks, degrees))
+@pytest.mark.parametrize("degrees", [Degrees(dp_replicate=2), Degrees(cp=2)], ids=str)
+def test_weights_that_replicas_hold_whole_are_not_wrapped(degrees: Degrees) -> None:
+    assert not any(any(kinds) for kinds in run_ranks(kinds_on_a_rank, degrees.num_ranks, degrees))
+
+
+def test_weights_that_ranks_share_are_wrapped() -> None:
+    assert all(any(kinds) for kinds in run_ranks(kinds_on_a_rank, 2, Degrees(dp_shard=2)))

@@ -53,6 +53,7 @@ def test_a_layout_that_fits_is_accepted(degrees: Degrees, how: dict[str, Any]) -
         (Degrees(pp=2), {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank", "zbv needs 2", "got 3"]),
         (Degrees(pp=2), {"layers_per_stage": (4, 3)}, ["layers_per_stage", "adds up to 7", "6 layers"]),
         (Degrees(pp=2), {"schedule": "zbv", "compile": True}, ["parallel.compile", "zbv", "compile to false", "1f1b"]),
+        (Degrees(dp_shard=2), {"zero": 0}, ["parallel.zero: 0", "dp_shard (2)", "dp_replicate to 2"]),
         (Degrees(pp=2), {"schedule": "zbv", "zero": 3}, ["parallel.zero: 3", "zbv", "zero to 2", "1f1b"]),
         (Degrees(tp=2), {"recompute": "full", "compile": True}, ["parallel.compile", "tp 2", "selective or none"]),
         (Degrees(cp=2), {"recompute": "selective", "compile": True}, ["parallel.compile", "cp 2", "recompute to none"]),
