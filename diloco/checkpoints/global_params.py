@@ -72,7 +72,7 @@ def _allocate(
         )
     space = build_space(specs, run.outer)
     flat = torch.zeros(space.num_elements)
-    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
+    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_replaced}
     for name, part in parts.items():
         if name not in index.tensors or index.tensors[name].size != part.shape:
             raise InputError(f"{path}: it has no tensor {name} of {part.numel()} elements; use another checkpoint")

@@ -194,11 +194,11 @@ class IslandReduce:
 
     def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
         """Return the squared norm of a part's mean, and its scalar product with the
-        pseudo-gradient; 0 for parts of moments.
+        pseudo-gradient; 0 for moments and buffers.
 
         It is called on several threads while other parts are still being received.
         """
-        if self.replica.space.parts[part].is_moment:
+        if self.replica.space.parts[part].is_replaced:
             return 0.0, 0.0
         return sum_of_squares(mean), 0.0 if pseudo_grad is None else dot(mean, pseudo_grad)
 
