@@ -28,6 +28,7 @@ from inner.data.stages import StageReading, StageStart, find_stage_start
 from inner.huggingface.model_types import find_export_obstacles
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
+from inner.model.buffers import saved_buffers, with_buffers
 from inner.model.sizes import ModelSizes, OwnModel, resolve_model
 from inner.optim.moments import ParamsAndMoments
 from inner.optim.own_optimizer import check_own_optimizer
@@ -169,7 +170,7 @@ def open_runtime(
             island,
             ranks,
             folder,
-            trainer.params,
+            with_buffers(moments or trainer.params, trainer.buffer_specs, list(saved_buffers(trainer.model_parts))),
             Equipment(str(resolve_degrees(island.mesh, island.ranks)), device, activity),
             moments=moments,
             wait_for_corpus=wait_for_corpus,

@@ -1,0 +1,145 @@
+"""The buffers of the user's model that islands share, and those that change and that nobody has named."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from diloco.errors import ConfigError
+from diloco.own_loop.model.params import unwrap
+from diloco.own_loop.model.ranks import check_same
+from inner.model.buffers import Buffer, BufferKind, ParamsView, with_buffers
+from outer.space.digest import part_digest
+from outer.space.ranks import RankGroup
+
+log = logging.getLogger(__name__)
+
+KINDS: Mapping[str, BufferKind] = {"mean": "buffer", "donor": "donor_buffer"}
+NAMED = 4
+"""Most buffers that a message names."""
+MOST_EXACT = 1 << 24
+"""Integers up to this one are exact in fp32, in which values travel."""
+
+
+class OwnBuffers:
+    """The named buffers of a model, and a watch over its other ones."""
+
+    def __init__(self, ranks: RankGroup, model: nn.Module, named: Mapping[str, str] | None) -> None:
+        """Find the buffers that `named` names, by full names or patterns such as `*.running_mean`, with
+        "mean" or "donor" for each. Every rank must call it. Raises ConfigError.
+        """
+        inner = unwrap(model)
+        found = list(_find_buffers(inner))
+        _require_found(found, named or {})
+        chosen = [_choose(buffer, named or {}) for buffer in found]
+        self._held = [buffer for buffer in chosen if buffer is not None]
+        specs = [(buffer.spec.name, buffer.spec.shape) for buffer in self._held]
+        digest = hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16]
+        self.text = f"; {len(specs)} buffers, sha256 of names and shapes {digest}" if specs else ""
+        """Differs between models whose named buffers differ; empty without any."""
+        check_same(ranks, self.text, "what `buffers` names of the model")
+        others = [buffer for buffer, choice in zip(found, chosen, strict=True) if choice is None]
+        self._others = [_look_at(buffer) for buffer in others if _can_be_watched(buffer)]
+        self._is_told = False
+
+    def beside(self, params: ParamsView) -> ParamsView:
+        """Return a view of the parameters and of the named buffers."""
+        return with_buffers(params, [buffer.spec for buffer in self._held], self._held)
+
+    def warn_of_changes(self) -> None:
+        """Log a warning, once, if buffers of floating point have changed that nobody has named."""
+        if self._is_told:
+            return
+        changed = [seen.buffer.name for seen in self._others if seen.has_changed()]
+        if changed:
+            self._is_told = True
+            log.warning(
+                "buffers of the model change during training, and each island has its own: %s%s. If they should be the "
+                'same, give Islands their names, as in buffers={"%s": "mean"}; with "donor" only an island that joins '
+                "takes them",
+                ", ".join(changed[:NAMED]),
+                f" and {len(changed) - NAMED} more" if len(changed) > NAMED else "",
+                changed[0],
+            )
+
+
+@dataclass
+class _Seen:
+    """A buffer as it was when the island entered the run."""
+
+    buffer: Buffer
+    tensor: Tensor
+    version: int
+    digest: bytes
+
+    def has_changed(self) -> bool:
+        """Return whether its values differ. They are read only if it was written since the last look."""
+        tensor = self.buffer.tensor
+        if tensor is self.tensor and tensor._version == self.version:
+            return False
+        self.tensor = tensor
+        self.version = tensor._version
+        return part_digest(tensor.cpu()) != self.digest
+
+
+def _look_at(buffer: Buffer) -> _Seen:
+    return _Seen(buffer, buffer.tensor, buffer.tensor._version, part_digest(buffer.tensor.cpu()))
+
+
+def _find_buffers(model: nn.Module) -> Iterator[Buffer]:
+    for name, _ in model.named_buffers():
+        path, _, attribute = name.rpartition(".")
+        yield Buffer(name, model.get_submodule(path), attribute)
+
+
+def _choose(buffer: Buffer, named: Mapping[str, str]) -> Buffer | None:
+    """Return the buffer with its kind, or None if it is not named. Raises ConfigError."""
+    found = {how for name, how in named.items() if fnmatchcase(buffer.name, name)}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ConfigError(f"buffers: {buffer.name!r} is named both as mean and as donor; name it once")
+    (how,) = found
+    if how not in KINDS:
+        raise ConfigError(f"buffers: got {how!r} for {buffer.name!r}; allowed: mean, donor")
+    if problem := _find_problem(buffer, how):
+        raise ConfigError(f"buffers: {buffer.name!r} {problem}")
+    return replace(buffer, kind=KINDS[how])
+
+
+def _find_problem(buffer: Buffer, how: str) -> str:
+    """Return why islands cannot share the buffer, with the cure, or ""."""
+    tensor = buffer.module.get_buffer(buffer.attribute)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_meta:
+        return "is on the meta device; give it values first (model.to_empty, then fill it)"
+    if tensor.numel() == 0:
+        return f"has the shape {tuple(tensor.shape)}; leave it out"
+    if isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        return f"is a DTensor with the placements {tensor.placements}; each rank must hold it whole (Replicate)"
+    if tensor.is_complex():
+        return f"is {dtype}, and values travel in float32; keep real and imaginary parts in two buffers"
+    if not tensor.is_floating_point() and how == "mean":
+        return f"is {dtype}, of which there is no mean; name it as donor, or leave it out"
+    if not tensor.is_floating_point() and int(tensor.long().abs().max()) > MOST_EXACT:
+        return f"is {dtype} and holds values above {MOST_EXACT}, and values travel in float32; leave it out"
+    return ""
+
+
+def _require_found(buffers: Sequence[Buffer], named: Mapping[str, str]) -> None:
+    """Raise ConfigError for a name that no buffer has."""
+    names = [buffer.name for buffer in buffers]
+    for pattern in named:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            there = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "") or "none"
+            raise ConfigError(f"buffers: the model has no buffer {pattern!r}; its buffers: {there}")
+
+
+def _can_be_watched(buffer: Buffer) -> bool:
+    tensor = buffer.module.get_buffer(buffer.attribute)
+    return tensor.is_floating_point() and not tensor.is_meta and not isinstance(tensor, DTensor)
