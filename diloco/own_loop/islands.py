@@ -324,7 +324,8 @@ class Islands:
         except ConfigError:
             self.close("the model's parameters have changed")
             raise
-        self._buffers.warn_of_changes()
+        if self._ranks.is_leader:
+            self._buffers.watch.warn_of_changes()
 
     def _finish(self) -> None:
         """Leave after the run's last round, or because the operator has requested it."""

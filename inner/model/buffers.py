@@ -55,6 +55,12 @@ def saved_buffers(stages: Iterable[nn.Module]) -> Iterator[Buffer]:
                 yield Buffer(f"{path}.{name}" if path else name, module, name)
 
 
+def all_buffers(model: nn.Module) -> list[Buffer]:
+    """Return all buffers of a model, each under its first name."""
+    paths = [name.rpartition(".") for name, _ in model.named_buffers()]
+    return [Buffer(f"{path}{dot}{own}", model.get_submodule(path), own) for path, dot, own in paths]
+
+
 class ParamsView(Protocol):
     """The interface of `inner.params.LocalParams` that the outer loop uses."""
 

@@ -116,7 +116,7 @@ def test_a_buffer_that_no_island_changes_keeps_its_bits() -> None:
 
     def script(island: Island) -> torch.Tensor:
         island.outer.begin()
-        for _ in range(20):
+        for _ in range(4):
             island.commit(TOKENS[island.name])
         return named(island)["b@buffer"]
 

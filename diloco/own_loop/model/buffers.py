@@ -1,29 +1,27 @@
-"""The buffers of the user's model that islands share, and those that change and that nobody has named."""
+"""The buffers of the user's model that islands share."""
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from diloco.errors import ConfigError
 from diloco.own_loop.model.params import unwrap
 from diloco.own_loop.model.ranks import check_same
-from inner.model.buffers import Buffer, BufferKind, ParamsView, with_buffers
-from outer.space.digest import part_digest
+from diloco.runtime.buffer_watch import BufferWatch
+from inner.model.buffers import Buffer, BufferKind, ParamsView, all_buffers, with_buffers
 from outer.space.ranks import RankGroup
-
-log = logging.getLogger(__name__)
 
 KINDS: Mapping[str, BufferKind] = {"mean": "buffer", "donor": "donor_buffer"}
 NAMED = 4
 """Most buffers that a message names."""
 MOST_EXACT = 1 << 24
 """Integers up to this one are exact in fp32, in which values travel."""
+CURE = 'give Islands their names, as in buffers={"*.running_mean": "mean"} (docs/library.md)'
 
 
 class OwnBuffers:
@@ -34,7 +32,7 @@ class OwnBuffers:
         "mean" or "donor" for each. Every rank must call it. Raises ConfigError.
         """
         inner = unwrap(model)
-        found = list(_find_buffers(inner))
+        found = all_buffers(inner)
         _require_found(found, named or {})
         chosen = [_choose(buffer, named or {}) for buffer in found]
         self._held = [buffer for buffer in chosen if buffer is not None]
@@ -44,57 +42,12 @@ class OwnBuffers:
         """Differs between models whose named buffers differ; empty without any."""
         check_same(ranks, self.text, "what `buffers` names of the model")
         others = [buffer for buffer, choice in zip(found, chosen, strict=True) if choice is None]
-        self._others = [_look_at(buffer) for buffer in others if _can_be_watched(buffer)]
-        self._is_told = False
+        self.watch = BufferWatch(others, CURE)
+        """Tells of other buffers that change."""
 
     def beside(self, params: ParamsView) -> ParamsView:
         """Return a view of the parameters and of the named buffers."""
         return with_buffers(params, [buffer.spec for buffer in self._held], self._held)
-
-    def warn_of_changes(self) -> None:
-        """Log a warning, once, if buffers of floating point have changed that nobody has named."""
-        if self._is_told:
-            return
-        changed = [seen.buffer.name for seen in self._others if seen.has_changed()]
-        if changed:
-            self._is_told = True
-            log.warning(
-                "buffers of the model change during training, and each island has its own: %s%s. If they should be the "
-                'same, give Islands their names, as in buffers={"%s": "mean"}; with "donor" only an island that joins '
-                "takes them",
-                ", ".join(changed[:NAMED]),
-                f" and {len(changed) - NAMED} more" if len(changed) > NAMED else "",
-                changed[0],
-            )
-
-
-@dataclass
-class _Seen:
-    """A buffer as it was when the island entered the run."""
-
-    buffer: Buffer
-    tensor: Tensor
-    version: int
-    digest: bytes
-
-    def has_changed(self) -> bool:
-        """Return whether its values differ. They are read only if it was written since the last look."""
-        tensor = self.buffer.tensor
-        if tensor is self.tensor and tensor._version == self.version:
-            return False
-        self.tensor = tensor
-        self.version = tensor._version
-        return part_digest(tensor.cpu()) != self.digest
-
-
-def _look_at(buffer: Buffer) -> _Seen:
-    return _Seen(buffer, buffer.tensor, buffer.tensor._version, part_digest(buffer.tensor.cpu()))
-
-
-def _find_buffers(model: nn.Module) -> Iterator[Buffer]:
-    for name, _ in model.named_buffers():
-        path, _, attribute = name.rpartition(".")
-        yield Buffer(name, model.get_submodule(path), attribute)
 
 
 def _choose(buffer: Buffer, named: Mapping[str, str]) -> Buffer | None:
@@ -138,8 +91,3 @@ def _require_found(buffers: Sequence[Buffer], named: Mapping[str, str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             there = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "") or "none"
             raise ConfigError(f"buffers: the model has no buffer {pattern!r}; its buffers: {there}")
-
-
-def _can_be_watched(buffer: Buffer) -> bool:
-    tensor = buffer.module.get_buffer(buffer.attribute)
-    return tensor.is_floating_point() and not tensor.is_meta and not isinstance(tensor, DTensor)

@@ -95,11 +95,11 @@ def test_a_buffer_that_changes_and_is_not_named_is_told_once(caplog: pytest.LogC
     model = normalised()
     watched = OwnBuffers(RankGroup(), model, {"1.running_var": "mean"})
     with caplog.at_level(logging.WARNING):
-        watched.warn_of_changes()
+        watched.watch.warn_of_changes()
         assert not caplog.records
         model(torch.randn(3, 4))
-        watched.warn_of_changes()
-        watched.warn_of_changes()
+        watched.watch.warn_of_changes()
+        watched.watch.warn_of_changes()
     assert len(caplog.records) == 1
     assert "each island has its own: 1.running_mean. If" in caplog.text and "running_var" not in caplog.text
 
@@ -109,5 +109,5 @@ def test_a_buffer_that_is_written_with_equal_values_is_not_told(caplog: pytest.L
     watched = OwnBuffers(RankGroup(), model, None)
     model.load_state_dict(model.state_dict())
     model[1].running_mean = model[1].running_mean.clone()
-    watched.warn_of_changes()
+    watched.watch.warn_of_changes()
     assert not caplog.records
