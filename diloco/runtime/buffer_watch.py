@@ -4,9 +4,7 @@ island has its own.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from inner.model.buffers import Buffer
@@ -16,6 +14,8 @@ log = logging.getLogger(__name__)
 
 NAMED = 4
 """Most buffers that the warning names."""
+LOOKS = 8
+"""Number of rounds in which buffers are compared. One that training changes has changed by then."""
 
 
 class BufferWatch:
@@ -23,17 +23,19 @@ class BufferWatch:
 
     def __init__(self, buffers: Iterable[Buffer], cure: str) -> None:
         """Look at the buffers. `cure` says how they are named, and is a part of the warning."""
-        self._seen = [_look_at(buffer) for buffer in buffers if _can_be_watched(buffer)]
+        self._digests = [(buffer, _digest(buffer)) for buffer in buffers if _can_be_watched(buffer)]
         self._cure = cure
-        self._is_told = False
+        self._looks_left = LOOKS
 
     def warn_of_changes(self) -> None:
-        """Log a warning if buffers have changed, once."""
-        if self._is_told:
+        """Log a warning if buffers have changed, once. Call it after each round."""
+        if self._looks_left == 0:
             return
-        changed = [seen.buffer.name for seen in self._seen if seen.has_changed()]
+        self._looks_left -= 1
+        # The count of a tensor's writes does not tell: batch_norm writes its statistics without counting.
+        changed = [buffer.name for buffer, digest in self._digests if _digest(buffer) != digest]
         if changed:
-            self._is_told = True
+            self._looks_left = 0
             more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
             log.warning(
                 "buffers of the model change during training, and each island has its own: %s%s. If they should be "
@@ -44,27 +46,8 @@ class BufferWatch:
             )
 
 
-@dataclass
-class _Seen:
-    """A buffer as it was when the watch was made."""
-
-    buffer: Buffer
-    tensor: Tensor
-    version: int
-    digest: bytes
-
-    def has_changed(self) -> bool:
-        """Return whether its values differ. They are read only if it was written since the last look."""
-        tensor = self.buffer.tensor
-        if tensor is self.tensor and tensor._version == self.version:
-            return False
-        self.tensor = tensor
-        self.version = tensor._version
-        return part_digest(tensor.cpu()) != self.digest
-
-
-def _look_at(buffer: Buffer) -> _Seen:
-    return _Seen(buffer, buffer.tensor, buffer.tensor._version, part_digest(buffer.tensor.cpu()))
+def _digest(buffer: Buffer) -> bytes:
+    return part_digest(buffer.tensor.cpu())
 
 
 def _can_be_watched(buffer: Buffer) -> bool:

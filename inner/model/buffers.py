@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import local_tensor, pinned_like, read_to_host
@@ -36,9 +35,7 @@ class Buffer:
     @property
     def tensor(self) -> Tensor:
         """The live buffer, of which a DTensor is a copy on each rank."""
-        tensor = self.module.get_buffer(self.attribute)
-        # `local_tensor` would make a new tensor of any other one, and the object tells whether it was replaced.
-        return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        return local_tensor(self.module.get_buffer(self.attribute))
 
     @property
     def spec(self) -> ParamSpec:

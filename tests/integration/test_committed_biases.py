@@ -61,7 +61,9 @@ def test_a_run_goes_on_with_another_ep_and_the_biases_it_has_committed(tmp_path:
     saving = (*MIXTURE, "outer.rounds=10", "island.checkpoint.every_rounds=1")
     with swarm(tmp_path, *saving, islands=[EP2, {}]) as made:
         made.start_all()
-        until(lambda: len({path.parent for path in tmp_path.glob("**/checkpoints/step-????????")}) == 2, "both have saved")
+        until(
+            lambda: len({path.parent for path in tmp_path.glob("**/checkpoints/step-????????")}) == 2, "both have saved"
+        )
     _, before = read_global_params(tmp_path / "test", "island-0")
     with swarm(tmp_path, *saving, islands=[{}, EP2]) as made:
         for island in made.start_all(train_and_return_biases):
