@@ -35,9 +35,10 @@ def train_normalised(config: Config, index: int) -> Any:
         model.load_state_dict(normalised().state_dict())
     islands = diloco.Islands(own, model, optimizer, buffers=STATISTICS)
     entered = {name: values.clone() for name, values in model.named_buffers()}
+    joiner = folder_of(config, 2) / "metrics.jsonl"
     for unit in islands.units():
         if islands.round == 3 and index < 2:
-            until(lambda: read_records(folder_of(config, 2) / "metrics.jsonl"), "the joiner has entered")
+            until(lambda: any(each.get("name") == "joined" for each in read_records(joiner)), "the joiner has entered")
         islands.step(tokens=TOKENS, loss=one_step(model, optimizer, unit))
     return entered, model.state_dict(), islands.digest
 
