@@ -12,6 +12,8 @@ from inner.params import LocalParams
 
 class Norm(nn.Module):
     saved_buffers = ("mean",)
+    mean: torch.Tensor
+    steps: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
