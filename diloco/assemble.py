@@ -15,6 +15,7 @@ from diloco.connections import Shared
 from diloco.faults.self_inflicted import slow_down
 from diloco.participation import Participation, open_participation
 from diloco.records.metrics import Metrics
+from diloco.runtime.buffer_watch import BufferWatch
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.evaluation import SharedEvaluations
 from diloco.runtime.mfu import MfuMeter, build_mfu_meter, note_peak
@@ -28,7 +29,9 @@ from inner.data.stages import StageReading, StageStart, find_stage_start
 from inner.huggingface.model_types import find_export_obstacles
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
+from inner.model.buffers import all_buffers, saved_buffers, with_buffers
 from inner.model.sizes import ModelSizes, OwnModel, resolve_model
+from inner.model.transformer import Transformer
 from inner.optim.moments import ParamsAndMoments
 from inner.optim.own_optimizer import check_own_optimizer
 from inner.parallel.own_model import check_own_model
@@ -63,6 +66,8 @@ class Runtime:
     """Held while the model computes, to limit how many islands of one process compute at once."""
     evaluations: SharedEvaluations | None
     """Evaluations that the islands of this process share; None in a process with one island."""
+    buffer_watch: BufferWatch
+    """Tells of buffers of an own model that change and that no module names in `saved_buffers`."""
     tokens: int = 0
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
@@ -174,7 +179,7 @@ def open_runtime(
             island,
             ranks,
             folder,
-            trainer.params,
+            with_buffers(moments or trainer.params, trainer.buffer_specs, list(saved_buffers(trainer.model_parts))),
             Equipment(str(resolve_degrees(island.mesh, island.ranks)), device, activity),
             moments=moments,
             wait_for_corpus=wait_for_corpus,
@@ -199,7 +204,18 @@ def open_runtime(
             stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
             evaluations=None if shared is None else shared.evaluations,
+            buffer_watch=watch_buffers(trainer),
         )
+
+
+def watch_buffers(trainer: Trainer) -> BufferWatch:
+    """Return the watch over the buffers of an own model that none of its modules names. Our own decoder
+    has no other buffers that change.
+    """
+    own = [part for part in trainer.model_parts if not isinstance(part, Transformer)]
+    named = {buffer.name for buffer in saved_buffers(own)}
+    others = [buffer for part in own for buffer in all_buffers(part) if buffer.name not in named]
+    return BufferWatch(others, "name them in `saved_buffers` of their modules (docs/extending.md)")
 
 
 def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:

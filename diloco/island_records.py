@@ -49,6 +49,10 @@ def collapse_text(result: StepResult, layer: int) -> str:
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Record the committed attempt, with the times of the island's ranks. Every rank calls it together."""
+    """Record the committed attempt, with the times of the island's ranks, and warn once of buffers that
+    change and are each island's own. Every rank calls it together.
+    """
     times = gather_times(runtime.times, runtime.outer.replica.ranks)
     runtime.participation.record_round(progress, landing, ledger, times)
+    if runtime.metrics is not None:
+        runtime.buffer_watch.warn_of_changes()

@@ -135,7 +135,8 @@ def open_participation(
     beat: Callable[[], None] = lambda: None,
     shared: Shared | None = None,
 ) -> Iterator[Participation]:
-    """Open records and connections, and build the outer loop over `params`.
+    """Open records and connections, and build the outer loop over `params`, which contain `moments` if
+    the run averages them.
 
     Every rank of the island must enter it. `wait_for_corpus` is called before the island connects,
     because the others must not wait for an island that still loads text. `beat` is called at each
@@ -153,7 +154,7 @@ def open_participation(
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         rounds = RoundRecords(metrics, config.outer.start_islands, beat)
         settings = build_loop_settings(config, island, folder, hooks, rounds)
-        outer = build_loop(config.outer, identity, moments or params, ranks, network, event_loop, settings)
+        outer = build_loop(config.outer, identity, params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
         visited = serve_visitors(config, island, network, outer, metrics, equipment)
         if visited is not None:

@@ -17,6 +17,7 @@ from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.balance import RoutedStep
+from inner.model.buffers import saved_buffers
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
@@ -131,6 +132,8 @@ class Trainer:
         self.model_parts = build_stages(layout)
         whole = build_whole(layout)
         self.params = LocalParams(whole, self.model_parts)
+        self.buffer_specs = [buffer.spec for buffer in saved_buffers([whole])]
+        """The buffers of the whole model that training changes, see `inner.model.buffers`."""
         if isinstance(model, OwnModel):
             initialise_own_model(self.params, self.model_parts[0], settings.seed)
         elif settings.init_from is None:

@@ -15,14 +15,13 @@ from inner.checkpoint import folder as disk
 from inner.checkpoint.folder import SavedCheckpoint
 from inner.checkpoint.index import Index, read_index
 from inner.checkpoint.manifest import Signer
-from inner.checkpoint.state import BUFFERS
 from inner.checkpoint.tensor_reader import CheckpointFailed, read_tensors
 from inner.errors import InputError
-from inner.expert_names import is_router_bias
 from inner.param_spec import ParamSpec
 from outer.codecs.choice import build_space
 from outer.errors import InputError as OuterInputError
 from outer.rounds.checkpoint import PARAMS, parse_facts
+from outer.space.fragments import plain_name
 
 FOLDER = "checkpoints"
 NO_KEY = RunKeySigner()
@@ -32,7 +31,7 @@ def read_global_params(
     run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
 ) -> tuple[RunConfig, dict[str, torch.Tensor]]:
     """Return the run's config and global params (fp32, by full name) of the latest round, with the
-    biases of the routers of a mixture of experts, which are the island's own.
+    averaged buffers, such as the biases of routers.
 
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if
     there is no checkpoint, or if all are damaged or refused by `signer`.
@@ -46,15 +45,13 @@ def read_global_params(
         raise InputError(f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}") from None
     specs = [ParamSpec(name, tuple(shape)) for name, shape in facts.params]
     flat, parts = _allocate(specs, run, index, checkpoint.path)
-    biases = _allocate_biases(index)
-    buffers = {BUFFERS + name: bias for name, bias in biases.items()}
     try:
-        read_tensors(parts | buffers, checkpoint.path, index, None)
+        read_tensors(parts, checkpoint.path, index, None)
     except CheckpointFailed as error:
         raise InputError(str(error)) from error
     starts = build_space(specs, run.outer).offsets
-    params = {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
-    return run, params | biases
+    flats = {spec: flat[starts[spec.name] : starts[spec.name] + prod(spec.shape)] for spec in specs}
+    return run, {plain_name(spec.name): values.view(spec.shape).clone() for spec, values in flats.items()}
 
 
 def _allocate(
@@ -72,21 +69,11 @@ def _allocate(
         )
     space = build_space(specs, run.outer)
     flat = torch.zeros(space.num_elements)
-    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
+    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if p.kind in ("params", "buffer")}
     for name, part in parts.items():
         if name not in index.tensors or index.tensors[name].size != part.shape:
             raise InputError(f"{path}: it has no tensor {name} of {part.numel()} elements; use another checkpoint")
     return flat, parts
-
-
-def _allocate_biases(index: Index) -> dict[str, torch.Tensor]:
-    """Return memory for the biases of the routers that the files hold, by their full names."""
-    saved = {name.removeprefix(BUFFERS): tensor for name, tensor in index.tensors.items() if name.startswith(BUFFERS)}
-    return {
-        name: torch.zeros(tensor.size)
-        for name, tensor in saved.items()
-        if is_router_bias(name) and tensor.properties.dtype == torch.float32
-    }
 
 
 def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer = NO_KEY) -> SavedCheckpoint:

@@ -95,7 +95,8 @@ class IslandCheckpoints:
         """
         tensors, facts = self._outer.save()
         run = self._run.model_dump(mode="json")
-        params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
+        specs = [*self._trainer.params.specs, *self._trainer.buffer_specs]
+        params = [(spec.name, list(spec.shape)) for spec in specs]
         saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER, self._trainer.spikes.losses)
         try:
             self._files.save(self._trainer, asdict(saved), tensors)

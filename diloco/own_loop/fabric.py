@@ -36,12 +36,14 @@ class IslandsCallback:
         tokens_per_step: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Any] | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         """Create the callback. `tokens_per_step`: weight of a step on each rank, because Fabric
         does not know its batches.
 
-        `optimizer` is only needed for `outer.moments`. `state`: as for `Islands`.
+        `optimizer` is only needed for `outer.moments`. `state`, `buffers`: as for `Islands`.
         """
+        self._buffers = buffers
         self._config = config
         self._overrides = overrides
         self._state = state
@@ -51,7 +53,9 @@ class IslandsCallback:
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Enter the run, after Fabric has set up the model."""
-        self.islands = Islands(self._config, module, self._optimizer, self._overrides, state=self._state)
+        self.islands = Islands(
+            self._config, module, self._optimizer, self._overrides, state=self._state, buffers=self._buffers
+        )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: torch.optim.Optimizer) -> None:
         """Count a step, after the optimizer has made it."""

@@ -33,8 +33,16 @@ class IslandsCallback(TrainerCallback):
     islands: Islands
     """The islands, created when training begins."""
 
-    def __init__(self, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        buffers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create the callback. The arguments are those of `Islands`."""
         self._config = config
+        self._buffers = buffers
         self._overrides = overrides
         self._tokens_before = 0
         self._saved: tuple[int, dict[str, Any]] = -1, {}
@@ -58,7 +66,7 @@ class IslandsCallback(TrainerCallback):
             self.islands.close("the trainer begins again")  # An exception may have ended it, which no callback reports.
         path = saved_path(args, state)
         saved = read_state(path) if state.global_step and path.exists() else None
-        self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved)
+        self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved, buffers=self._buffers)
         self._tokens_before = int(state.num_input_tokens_seen)
         self._saved = (-1, {})
         self._follow(state, lr_scheduler)

@@ -26,6 +26,7 @@ from diloco.config.check import check_entry
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import slow_down
 from diloco.island_rounds.of_all import IslandRounds
+from diloco.own_loop.model.buffers import OwnBuffers
 from diloco.own_loop.model.copies import check_ranks
 from diloco.own_loop.model.optimizers import Optimizers, as_list, with_moments
 from diloco.own_loop.model.params import trained_params
@@ -47,9 +48,9 @@ class Islands:
     """This process's side of an island. Every rank of the island must create it and call its
     methods in the same order.
 
-    Parameters that require gradients are averaged between islands. Buffers and frozen parameters
-    are not changed, so they must be the same everywhere. Begin from the same parameters on every
-    island.
+    Parameters that require gradients are averaged between islands, and the buffers that `buffers`
+    names. Other buffers and frozen parameters are not changed, so they must be the same everywhere.
+    Begin from the same parameters on every island.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Islands:
         overrides: Sequence[str] = (),
         *,
         state: Mapping[str, Any] | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         """Enter the run. Blocks until the run's first islands are here, or until this island has
         taken another one's state.
@@ -67,7 +69,8 @@ class Islands:
         `config`: a YAML file, or a dict with the same content (`outer`, `island`, `name`, `seed`).
         `overrides` are `section.key=value`. `optimizer` is only needed for `outer.moments`, and for
         recording the learning rate. `state`: the result of `state_dict` on this rank; load the
-        model's own state first. Raises ConfigError, InputError or OuterError.
+        model's own state first. `buffers`: "mean" or "donor" by the name of a buffer or a pattern
+        (docs/library.md). Raises ConfigError, InputError or OuterError.
         """
         read = read_config(config, overrides)
         check_entry(read.run, read.island)
@@ -75,10 +78,12 @@ class Islands:
         self._watch = ParamsWatch(model)
         self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()
-        self.config: OwnLoopConfig = read.with_model(check_ranks(self._ranks, params), self._ranks.num_ranks)
+        self._buffers = OwnBuffers(self._ranks, model, buffers)
+        described = check_ranks(self._ranks, params) + self._buffers.text
+        self.config: OwnLoopConfig = read.with_model(described, self._ranks.num_ranks)
         self._optimizers = as_list(optimizer)
         self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
-        self._params = self._moments or params
+        self._params = self._buffers.beside(self._moments or params)
         self._has_unit = False
         with ExitStack() as stack:
             self._data = open_data(self.config, stack)
@@ -319,6 +324,8 @@ class Islands:
         except ConfigError:
             self.close("the model's parameters have changed")
             raise
+        if self._ranks.is_leader:
+            self._buffers.watch.warn_of_changes()
 
     def _finish(self) -> None:
         """Leave after the run's last round, or because the operator has requested it."""

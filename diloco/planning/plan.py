@@ -90,12 +90,12 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     from diloco.planning.advice import ladder
     from diloco.planning.plan_table import Picture, print_plan
     from diloco.planning.predict import Case, LinkSpeed
-    from inner.measure.param_specs import param_specs
+    from inner.measure.param_specs import averaged_specs
 
     measure = _build_measure(codec_bytes)
     case = Case(
         outer=config.outer,
-        specs=param_specs(islands[0].work.sizes),
+        specs=averaged_specs(islands[0].work.sizes),
         num_islands=request.islands or max(len(config.islands), config.outer.start_islands),
         step_seconds=step.seconds,
         link=LinkSpeed(bits_per_second, rtt_seconds),

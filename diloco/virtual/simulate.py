@@ -22,7 +22,7 @@ from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from diloco.virtual.faults import parse_faults
 from diloco.virtual.results import Results, measure, quantile
 from diloco.virtual.run import VirtualRun, run_virtually
-from inner.measure.param_specs import param_specs
+from inner.measure.param_specs import averaged_specs
 from outer.codecs.choice import build_codec_choice
 
 MODELLED = (
@@ -68,7 +68,7 @@ def build_run(config: Config, request: VirtualRequest) -> VirtualRun:
         endless = storm(asked.storm_seed, asked.storm, num_islands)
     return VirtualRun(
         outer=config.outer,
-        specs=param_specs(build_step_plan(config.run, load_island(config, 0)).work.sizes),
+        specs=averaged_specs(build_step_plan(config.run, load_island(config, 0)).work.sizes),
         num_islands=num_islands,
         step_seconds=parse_step_seconds(request.step_seconds),
         spread=request.spread,

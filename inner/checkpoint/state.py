@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from inner.model.buffers import saved_buffers
 from inner.optim.muon.muon import rows_of_stack
 from inner.optim.primal_averaging import optimizer_kind
 
@@ -36,8 +37,8 @@ def live_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, list[Tenso
     named: dict[str, list[Tensor]] = defaultdict(list)
     for name, param in named_params(stages):
         named[PARAMS + name].append(param.detach())
-    for name, buffer in saved_buffers(stages):
-        named[BUFFERS + name].append(buffer)
+    for buffer in saved_buffers(stages):
+        named[BUFFERS + buffer.name].append(buffer.tensor)
     for name, param, optimizer, _ in _stepped(stages, optimizers):
         for key, value in optimizer.state.get(param, {}).items():
             assert isinstance(value, Tensor), f"{name}: {key} is {type(value)}; only tensors are saved"
@@ -89,9 +90,9 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
                 f"{name} is {tuple(param.shape)} {param.dtype} in the model, {tuple(stored.size)} "
                 f"{stored.properties.dtype} in the checkpoint"
             )
-    for name, _ in saved_buffers(stages):
-        if BUFFERS + name not in saved:
-            return f"the model has the buffer {name}, the checkpoint does not"
+    for buffer in saved_buffers(stages):
+        if BUFFERS + buffer.name not in saved:
+            return f"the model has the buffer {buffer.name}, the checkpoint does not"
     keys = _saved_keys(saved)
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
@@ -122,16 +123,6 @@ def named_params(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield this rank's parameters with their names. A tied weight occurs more than once."""
     for stage in stages:
         yield from stage.named_parameters()
-
-
-def saved_buffers(stages: Stages) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's buffers that are part of the training state, with their names. A module
-    names its own in `saved_buffers`.
-    """
-    for stage in stages:
-        for path, module in stage.named_modules():
-            for name in getattr(module, "saved_buffers", ()):
-                yield f"{path}.{name}", module.get_buffer(name)
 
 
 def _shape_of_rows(param: Tensor) -> torch.Size:

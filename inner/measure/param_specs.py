@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from inner.expert_names import expert_name
+from inner.expert_names import expert_name, router_bias_name
 from inner.model.block_params import block_params
 from inner.model.sizes import ModelSizes
 from inner.param_spec import ParamSpec
@@ -21,6 +21,17 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
         specs += [ParamSpec(f"layers.{layer}.{name}", shape) for name, shape in block]
     specs.append(ParamSpec("norm.weight", (sizes.dim,)))
     return tuple(specs if sizes.tie_embeddings else [*specs, ParamSpec("head.weight", table)])
+
+
+def averaged_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
+    """Return name and shape of all that islands average: the parameters, and the biases of routers,
+    named as in `inner.model.buffers`.
+    """
+    if sizes.experts is None:
+        return param_specs(sizes)
+    shape = (sizes.experts.number,)
+    biases = [ParamSpec(f"{router_bias_name(layer)}@buffer", shape) for layer in sizes.expert_layers]
+    return (*param_specs(sizes), *biases)
 
 
 def _block_specs(sizes: ModelSizes, has_experts: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -49,4 +60,5 @@ def num_active(sizes: ModelSizes) -> int:
 
 
 def num_elements(specs: Sequence[ParamSpec]) -> int:
-    return sum(prod(spec.shape) for spec in specs)
+    """Return the number of elements of all parameters among `specs`. Buffers are not counted."""
+    return sum(prod(spec.shape) for spec in specs if "@" not in spec.name)

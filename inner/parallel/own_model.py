@@ -33,6 +33,7 @@ from inner.data.micro_batch import MicroBatch
 from inner.errors import InputError, summarise
 from inner.import_path import call_text, load
 from inner.mesh import Degrees
+from inner.model.buffers import saved_buffers
 from inner.model.init import STD, fill_normal
 from inner.model.sizes import OwnModel
 from inner.model.stage import Stage
@@ -81,6 +82,12 @@ def check_own_model(
         raise InputError(f"island.parallel.recompute: {model.name} may have no attention; set it to selective or full")
     if next(built.buffers(), None) is not None and not hasattr(built, "fill_buffers"):
         raise InputError(f"{KEY}: {model.name} has buffers and no method fill_buffers() that gives them their values")
+    for buffer in saved_buffers([built]):
+        if not buffer.tensor.is_floating_point():
+            raise InputError(
+                f"{KEY}: {model.name} names {buffer.name} in saved_buffers, which is {buffer.tensor.dtype}; islands "
+                "average these buffers, so they must be of floating point: take it out of saved_buffers"
+            )
     for name, param in built.named_parameters():
         if param.dtype != torch.float32 or param.ndim == 0:
             got = f"{param.dtype} {tuple(param.shape)}"

@@ -1,7 +1,7 @@
 """The choice of each part's codec by the part's content.
 
 Fine tensors (norms, biases, tiny ones) and averaged moments keep more bits than the rest of a
-pseudo-gradient.
+pseudo-gradient. Buffers are sent as they are.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
 
 FINE = "int8"
 """The codec of norms, biases and tiny tensors if the codec of the rest is coarse."""
+EXACT = Fp32Codec()
+"""The codec of buffers. No later round corrects an error in one, because the mean replaces it."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +47,28 @@ class CodecChoice:
         return self.fine is not self.codec
 
     def codec_for(self, part: Part) -> Codec:
-        """Return the codec of a part of the pseudo-gradient or of moments."""
-        if part.is_moment:
-            return self.moments
-        return self.fine if part.is_fine else self.codec
+        """Return the codec of a part of the pseudo-gradient, of moments or of buffers."""
+        return self._codec_of_values(part) or (self.fine if part.is_fine else self.codec)
 
     def mean_codec_for(self, part: Part) -> Codec:
         """Return the codec of the part's mean."""
-        if part.is_moment:
-            return self.moments
-        return self.fine if part.is_fine else self.mean
+        return self._codec_of_values(part) or (self.fine if part.is_fine else self.mean)
+
+    def _codec_of_values(self, part: Part) -> Codec | None:
+        """Return the codec of a part whose mean replaces the values; None for other parts."""
+        if part.kind == "buffer":
+            return EXACT
+        return self.moments if part.is_replaced else None
 
     def gathers(self, part: Part) -> bool:
         """Return whether every participant receives every payload of the part and computes the
         mean itself.
         """
-        return self.is_gathered and not part.is_fine and not part.is_moment
+        return self.is_gathered and not part.is_fine and not part.is_replaced
 
     def has_feedback(self, part: Part) -> bool:
         """Return whether the coding error of the part is kept and sent with a later round."""
-        return self.feedback is not None and not part.is_moment
+        return self.feedback is not None and not part.is_replaced
 
 
 def build_uniform_choice(codec: Codec) -> CodecChoice:

@@ -10,8 +10,8 @@ from outer.config.own_code import is_import_path, one_of
 from outer.config.section import Section
 from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
 
-MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
-"""Rules whose result lies between the participants' values, which second moments require."""
+BETWEEN_RULES = ("mean", "trimmed_mean", "geometric_median")
+"""Rules whose result lies between the participants' values, which second moments and buffers require."""
 GATHERED = ("topk",)
 """Our codecs that cannot encode a mean: every island gets all payloads and computes the mean
 itself."""
@@ -169,10 +169,10 @@ class OuterConfig(Section):
                 "moments are averaged in one step, but optimizer.delayed applies what it receives in shares; set "
                 "optimizer.delayed to false or moments to null"
             )
-        if self.merge.rule not in MOMENT_RULES:
+        if self.merge.rule not in BETWEEN_RULES:
             raise ValueError(
                 f"moments cannot be merged by {self.merge.rule}, which is for pseudo-gradients only; set merge.rule to "
-                f"{', '.join(MOMENT_RULES[:-1])} or {MOMENT_RULES[-1]}, or moments to null"
+                f"{', '.join(BETWEEN_RULES[:-1])} or {BETWEEN_RULES[-1]}, or moments to null"
             )
 
     def _check_gossip(self) -> None:

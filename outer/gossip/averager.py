@@ -25,7 +25,7 @@ from outer.gossip.exchange import GossipExchange
 from outer.gossip.partners import Partners
 from outer.gossip.server import GossipServer, PublishedShare
 from outer.gossip.shares import ShareCoding, ShareDownload, Shares
-from outer.gossip.step import group_of, outer_gradient
+from outer.gossip.step import group_of, mean_values, outer_gradient
 from outer.hooks import Hooks
 from outer.membership.base import Member
 from outer.network.event_loop import EventLoop
@@ -208,9 +208,11 @@ class GossipAverager:
         own = shares[self.island]
         means = {}
         for part in snapshot.pseudo_grads:
-            gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self.config)
+            given = [shares[name][part] for name in sorted(shares)]
+            is_replaced = self.replica.space.parts[part].is_replaced
+            mean = mean_values(given) if is_replaced else outer_gradient(given, own[part], self.config)
             # Kept for joiners, which follow this island alone.
-            means[part] = Mean(gradient, gradient.view(torch.uint8))
+            means[part] = Mean(mean, mean.view(torch.uint8))
         self.replica.commit(means, position, 1, observes=False)
         now = self.event_loop.time()
         if self._landed_at is not None:
@@ -269,8 +271,9 @@ def build_gossip_averager(
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     partners = Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
     carried = replica.redistribution.own_parts
+    shared = [index for index in carried if replica.space.parts[index].is_committed]
     coding = ShareCoding(replica.space, replica.codecs, config.gossip.params)
-    download = ShareDownload(coding, carried, network, pace.deadlines)
+    download = ShareDownload(coding, shared, network, pace.deadlines)
     exchange = GossipExchange(download, server, partners, ranks.background, event_loop)
 
     def find_donors() -> list[Member]:

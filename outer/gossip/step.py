@@ -15,6 +15,7 @@ from hashlib import blake2b
 import torch
 
 from outer.config import GossipConfig, OuterOptimizerConfig
+from outer.merges.mean import hold_between
 
 
 def groups_of_round(seed: int, round_number: int, names: Collection[str], size: int) -> list[list[str]]:
@@ -52,6 +53,17 @@ class Share:
     """phi - theta: global minus local params."""
     params: torch.Tensor
     """phi: global params."""
+
+
+def mean_values(shares: Sequence[Share]) -> torch.Tensor:
+    """Return the mean over a group of a part of buffers, whose shares hold the local values in place
+    of a pseudo-gradient. `shares` is in the order of names, which is the order of summation.
+    """
+    total = torch.zeros_like(shares[0].pseudo_grad)
+    for share in shares:
+        total += share.pseudo_grad
+    values = [share.pseudo_grad for share in shares]
+    return hold_between(total / len(shares), values, [1.0] * len(shares))
 
 
 def outer_gradient(shares: Sequence[Share], own: Share, config: GossipConfig) -> torch.Tensor:

@@ -20,7 +20,8 @@ NUM_ROUNDS = 16
 """The median is taken over this number of the last rounds."""
 
 Lengths = Mapping[str, float]
-"""L2 norms by kind of tensor (outer/space/layout.py): params, and the two moments of AdamW."""
+"""L2 norms by kind of tensor (outer/space/layout.py): params, the two moments of AdamW, and
+buffers."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,16 @@ def weighted_mean(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> to
     return total.result()
 
 
+def hold_between(mean: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the mean with each element limited to the range of the participants' values.
+
+    Rounding can leave that range a little. Values that are equal everywhere then stay as they are,
+    round after round, and a mean of variances is never below 0.
+    """
+    weighted = torch.stack([part for part, weight in zip(parts, weights, strict=True) if weight > 0])
+    return torch.minimum(torch.maximum(mean, weighted.amin(dim=0)), weighted.amax(dim=0))
+
+
 def mean(parts: Iterable[torch.Tensor], weights: Sequence[float], last: torch.Tensor | None) -> torch.Tensor:
     """Return the weighted mean. Ignores `last`."""
     return weighted_mean(parts, weights)

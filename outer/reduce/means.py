@@ -8,9 +8,12 @@ from itertools import compress
 import torch
 
 from outer.agreement.messages import Plan
+from outer.config import BETWEEN_RULES
 from outer.errors import NonFiniteError
 from outer.merges.base import Merge, weights_of
 from outer.merges.geometry import fast_norm
+from outer.merges.mean import hold_between
+from outer.merges.mean import mean as weighted
 from outer.reduce.filters import AttemptFilters
 from outer.reduce.payloads import Payloads
 
@@ -26,7 +29,8 @@ def encode_mean_of(
 ) -> tuple[torch.Tensor, list[str]]:
     """Return the encoded mean, and the islands that the filters left out of it.
 
-    `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
+    Buffers are merged by the rule only if its result lies between the islands' values; otherwise by
+    the mean. `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
     committed mean of the part, if a rule needs it. Raises PoisonError.
     """
     names = [p.island for p in plan.contributors]
@@ -45,13 +49,21 @@ def encode_mean_of(
         is_kept = [not is_out for is_out in is_outlier]
         values = compress(parts, is_kept)
         tokens = list(compress(tokens, is_kept))
-    mean = merge(values, weights_of(tokens), last)
+    weights = weights_of(tokens)
+    if payloads.is_buffer(part):
+        mean = _merge_buffers(list(values), weights, merge if filters.config.rule in BETWEEN_RULES else weighted)
+    else:
+        mean = merge(values, weights, last)
     if filters.bound is not None:
         payloads.refuse_too_long(part, {k: v for k, v in lengths.items() if k not in filtered}, filters.bound)
     try:
         return payloads.encode_mean(part, mean), filtered
     except NonFiniteError as error:
         raise payloads.find_overflow(part, encoded, names, error) from None
+
+
+def _merge_buffers(parts: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge) -> torch.Tensor:
+    return hold_between(merge(parts, weights, None), parts, weights)
 
 
 def _measure(values: Iterable[torch.Tensor], names: Sequence[str], lengths: dict[str, float]) -> Iterator[torch.Tensor]:

@@ -44,6 +44,10 @@ class Payloads:
         """Return whether every participant receives every payload of the part."""
         return self._codecs.gathers(self._space.parts[part])
 
+    def is_buffer(self, part: int) -> bool:
+        """Return whether the part holds buffers, whose mean is no step along a direction."""
+        return self._space.parts[part].kind == "buffer"
+
     def num_bytes(self, part: int, *, of_mean: bool) -> int:
         """Return the size in bytes of the part's payload, or of its mean's payload."""
         bounds = self._space.parts[part]

@@ -97,7 +97,7 @@ class Reducer:
         self.filters.commit(round_number, means)
         if self._rank.config.needs_last_mean:
             space = self._rank.space
-            of_params = {part: mean for part, mean in means.items() if not space.parts[part].is_moment}
+            of_params = {part: mean for part, mean in means.items() if not space.parts[part].is_replaced}
             self.last_means[space.fragment_of(round_number)] = round_number, of_params
 
     def release(self) -> None:

@@ -158,8 +158,10 @@ def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torc
     for i, values in replica.carried.parts.items():
         if i not in params:
             raise InputError(f"the checkpoint has no part {i} of the global params")
-        parts[i] = PartState(params[i], momentum.get(i, torch.zeros_like(values)), number, pushes.get(i, 0))
-    parts_digest = replica.combine({i: part.digest for i, part in parts.items()}, replica.ranks)
+        none = torch.empty(0) if replica.space.parts[i].is_replaced else torch.zeros_like(values)
+        parts[i] = PartState(params[i], momentum.get(i, none), number, pushes.get(i, 0))
+    digests = {i: part.digest for i, part in parts.items() if replica.space.parts[i].is_committed}
+    parts_digest = replica.combine(digests, replica.ranks)
     digest = state_digest(parts_digest, facts.position.ledger.text)
     if digest != facts.digest:
         raise InputError(f"the checkpoint's global params have the digest {digest}, expected {facts.digest}")

@@ -159,11 +159,11 @@ class IslandReduce:
         self.attempts.reducer.filters.bound = self.recent.bound(fragment, own)
 
     def _scale(self, plan: Plan, own: Mapping[str, float]) -> dict[str, float]:
-        """Return the L2 norms of this island's contribution. The norm of params is scaled to the
-        number of tokens of other contributors.
+        """Return the L2 norms of this island's contribution. The norms of params and buffers are
+        scaled to the number of tokens of other contributors: both may begin at 0 and grow by the step.
         """
         scale = scale_to({p.island: p.weight for p in plan.contributors}, self.island)
-        return {kind: length * scale if kind == "params" else length for kind, length in own.items()}
+        return {kind: length * scale if kind in ("params", "buffer") else length for kind, length in own.items()}
 
     def _find_too_long(self, plan: Plan, mean_norm: float, longest: tuple[float, int]) -> tuple[str, str | None] | None:
         """Return why the mean must not be committed, and the island at fault if it is known; None
@@ -194,11 +194,11 @@ class IslandReduce:
 
     def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
         """Return the squared norm of a part's mean, and its scalar product with the
-        pseudo-gradient; 0 for parts of moments.
+        pseudo-gradient; 0 for moments and buffers.
 
         It is called on several threads while other parts are still being received.
         """
-        if self.replica.space.parts[part].is_moment:
+        if self.replica.space.parts[part].is_replaced:
             return 0.0, 0.0
         return sum_of_squares(mean), 0.0 if pseudo_grad is None else dot(mean, pseudo_grad)
 

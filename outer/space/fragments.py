@@ -10,7 +10,7 @@ A round sends one fragment; a single fragment is the whole model, sent after eve
 also sends the moments of the fragment's parameters, each kind in every `period`-th cycle (DES-LOC, 2505.22549).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -60,31 +60,44 @@ def build_schedule(config: OuterConfig) -> FragmentSchedule:
 
 
 @dataclass(frozen=True)
-class MomentSpec:
-    """A moment of one parameter; it has the parameter's shape."""
+class NamedShape:
+    """A moment of one parameter, which has the parameter's shape, or a buffer of the model."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
-    """Return the model's parameters, followed by their moments if the run averages moments."""
+    """Return the model's parameters and buffers, followed by the moments of the parameters if the run
+    averages moments.
+    """
     all_specs: list[TensorSpec] = list(specs)
+    params = specs_of(specs, "params")
     for kind, _ in list_moments(config):
-        all_specs += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
+        all_specs += [NamedShape(name_of_kind(spec.name, kind), tuple(spec.shape)) for spec in params]
     return all_specs
 
 
-def moment_name(param: str, kind: TensorKind) -> str:
-    """Return the name of a parameter's moment in the canonical space and in the slices of an
-    island's ranks.
+def name_of_kind(name: str, kind: TensorKind) -> str:
+    """Return the name, in the canonical space and in the slices of an island's ranks, of a
+    parameter's moment, or of a buffer of the model.
     """
-    return f"{param}@{kind}"
+    return f"{name}@{kind}"
 
 
-def param_name(moment: str) -> str:
-    """Return the name of the parameter to which a moment belongs."""
-    return moment.rpartition("@")[0]
+def plain_name(name: str) -> str:
+    """Return the name in the model: of the parameter to which a moment belongs, or of a buffer."""
+    return name.partition("@")[0]
+
+
+def specs_of(specs: Sequence[TensorSpec], kind: TensorKind) -> list[TensorSpec]:
+    """Return the specs of this kind.
+
+    >>> specs = [NamedShape("w", (2,)), NamedShape("mean@buffer", (2,))]
+    >>> [spec.name for spec in specs_of(specs, "buffer")]
+    ['mean@buffer']
+    """
+    return [spec for spec in specs if (spec.name.partition("@")[2] or "params") == kind]
 
 
 def list_moments(config: OuterConfig) -> list[tuple[TensorKind, int]]:
@@ -95,22 +108,28 @@ def list_moments(config: OuterConfig) -> list[tuple[TensorKind, int]]:
 def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[PartGroup]:
     """Assign every name to one part group, in fragment order.
 
-    `specs` are the model's parameters. The names of averaged moments are added, in one part group
-    per kind. With `splits_fine` the fine tensors of a fragment form a part group of their own.
-    Raises InputError when the model has too few layers to give every fragment parameters.
+    `specs` are the model's parameters and buffers. The names of averaged moments are added, in one
+    part group per kind. With `splits_fine` the fine tensors of a fragment form a part group of their
+    own. The averaged buffers of a layer are sent with the layer's parameters. Raises InputError when
+    the model has too few layers to give every fragment parameters.
     """
     groups: list[PartGroup] = []
-    for fragment, names in enumerate(assign_fragments(specs, config)):
-        shapes = {spec.name: spec.shape for spec in specs if spec.name in names}
+    params = specs_of(specs, "params")
+    fragments = assign_fragments(params, config)
+    buffers = assign_buffers(specs_of(specs, "buffer"), fragments)
+    for fragment, names in enumerate(fragments):
+        shapes = {spec.name: spec.shape for spec in params if spec.name in names}
         fine = tuple(name for name, shape in shapes.items() if splits_fine and is_fine(shape))
         coarse = tuple(name for name in shapes if name not in fine)
         groups += [PartGroup(coarse, fragment)] if coarse else []
         groups += [PartGroup(fine, fragment, is_fine=True)] if fine else []
         groups += [
-            PartGroup(tuple(moment_name(name, kind) for name in shapes), fragment, kind=kind, period=period)
+            PartGroup(tuple(name_of_kind(name, kind) for name in shapes), fragment, kind=kind, period=period)
             for kind, period in list_moments(config)
         ]
-    return groups
+        groups += [PartGroup(buffers[fragment], fragment, kind="buffer")] if buffers[fragment] else []
+    donors = tuple(spec.name for spec in specs_of(specs, "donor_buffer"))
+    return [*groups, PartGroup(donors, kind="donor_buffer")] if donors else groups
 
 
 def is_fine(shape: tuple[int, ...]) -> bool:
@@ -124,7 +143,8 @@ def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[s
     """
     if config.fragments == 1:
         return [{spec.name for spec in specs}]
-    units = [FragmentUnit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in groupby(specs, key=_layer_of)]
+    runs = groupby(specs, key=lambda spec: _layer_of(spec.name))
+    units = [FragmentUnit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in runs]
     patterns: dict[str, Callable[[list[FragmentUnit], int], list[set[str]]]] = {
         "strided": make_strided,
         "sequential": make_sequential,
@@ -139,6 +159,19 @@ def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[s
             f"the pattern {config.fragment_pattern!r}; set outer.fragments={most} or lower"
         )
     return fragments
+
+
+def assign_buffers(buffers: Sequence[TensorSpec], fragments: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
+    """Return the names of each fragment's averaged buffers. A buffer outside the layers, or of a layer
+    without parameters, is in the last fragment.
+    """
+    fragment_of = {_layer_of(name): number for number, names in enumerate(fragments) for name in names}
+    last = len(fragments) - 1
+    number_of = {
+        buffer.name: last if (layer := _layer_of(buffer.name)) is None else fragment_of.get(layer, last)
+        for buffer in buffers
+    }
+    return [tuple(name for name, number in number_of.items() if number == each) for each in range(len(fragments))]
 
 
 @dataclass(frozen=True)
@@ -188,9 +221,9 @@ def _union(units: Sequence[FragmentUnit]) -> set[str]:
     return {name for unit in units for name in unit.sizes}
 
 
-def _layer_of(spec: TensorSpec) -> int | None:
+def _layer_of(name: str) -> int | None:
     """Return the first number in a dotted name (3 for layers.3.wq), or None without a number."""
-    return next((int(word) for word in spec.name.split(".") if word.isdigit()), None)
+    return next((int(word) for word in name.split(".") if word.isdigit()), None)
 
 
 def count_moment_steps(
@@ -205,5 +238,5 @@ def count_moment_steps(
     for number, group in enumerate(space.part_groups):
         if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
             last = schedule.last_end(group.fragment, group.period, rounds_done)
-            steps |= dict.fromkeys(map(param_name, group.names), last)
+            steps |= dict.fromkeys(map(plain_name, group.names), last)
     return steps

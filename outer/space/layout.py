@@ -7,9 +7,9 @@ different meshes therefore agree on every index, and the blocks of a codec never
     flat       0 ........................................... num_elements
     parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
 
-A part group holds the names that are sent together: the tensors of a fragment, its fine tensors, or its moments. The
-names of a part group are adjacent, and no part crosses two of them. A round sends the part groups of its fragment
-whose period has come around.
+A part group holds the names that are sent together: the tensors of a fragment, its fine tensors, its moments, or its
+buffers. The names of a part group are adjacent, and no part crosses two of them. A round sends the part groups of its
+fragment whose period has come around. No round sends buffers that only joiners take.
 """
 
 import hashlib
@@ -35,8 +35,12 @@ PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 20
 used. Parts are large, because each payload takes host time. The parts of a small model follow
 from MIN_PARTS."""
 
-TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
-"""Parameters, or the inner optimizer's first or second moments of the parameters."""
+TensorKind = Literal["params", "exp_avg", "exp_avg_sq", "buffer", "donor_buffer"]
+"""Parameters; the inner optimizer's first or second moments of the parameters; buffers of the model
+that rounds average; buffers that are each island's own, and of which only a joiner takes a donor's."""
+BUFFER_PART_ELEMENTS = 1 << 12
+"""Least size of a part of buffers. Small parts cost time, and buffers are too small for all islands
+to reduce some."""
 
 
 class TensorSpec(Protocol):
@@ -72,6 +76,10 @@ class PartGroup:
     period: int = 1
     """The group is sent in every `period`-th round of the fragment."""
 
+    @property
+    def is_buffers(self) -> bool:
+        return self.kind in ("buffer", "donor_buffer")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -91,9 +99,14 @@ class Part:
         return self.stop - self.start
 
     @property
-    def is_moment(self) -> bool:
+    def is_replaced(self) -> bool:
         """Whether the part's mean replaces the old values directly, without the outer optimizer."""
         return self.kind != "params"
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the part is the same on all islands, so that it is in the digest."""
+        return self.kind != "donor_buffer"
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,8 @@ class Space:
         for number, group in enumerate(self.part_groups):
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
-            step = part_length(stop - start, part_elements, block_elements, num_islands)
+            block = min(BUFFER_PART_ELEMENTS, part_elements) if group.is_buffers else block_elements
+            step = part_length(stop - start, part_elements, block, num_islands)
             for a in range(start, stop, step):
                 bounds = len(self.parts), a, min(a + step, stop)
                 self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
@@ -184,16 +198,23 @@ class Space:
         """
         cycle, fragment = divmod(round_number, self.num_fragments)
         group = self.part_groups[part_group]
-        return group.fragment == fragment and (cycle + 1) % group.period == 0
+        is_due = group.fragment == fragment and (cycle + 1) % group.period == 0
+        return is_due and group.kind != "donor_buffer"
 
     def part_groups_in(self, round_number: int) -> list[int]:
         """Return the indices of the part groups that a round sends."""
         return [number for number in range(len(self.part_groups)) if self.sends(round_number, number)]
 
     @cached_property
-    def param_part_groups(self) -> list[int]:
-        """Indices of the part groups that hold parameters, not moments."""
-        return [number for number, group in enumerate(self.part_groups) if group.kind == "params"]
+    def model_part_groups(self) -> list[int]:
+        """Indices of the part groups with which a model computes: its parameters and averaged
+        buffers.
+        """
+        return [*self.part_groups_of("params"), *self.part_groups_of("buffer")]
+
+    def part_groups_of(self, kind: TensorKind) -> list[int]:
+        """Return the indices of the part groups of this kind."""
+        return [number for number, group in enumerate(self.part_groups) if group.kind == kind]
 
     def name_at(self, index: int) -> str:
         """Return the name of the parameter to which element `index` of the flat vector belongs."""

@@ -1,7 +1,7 @@
 """Global params and outer momentum of the parts that one rank carries: stepped, digested and served to joiners.
 
 The outer optimizer treats parts independently, so each part can be served and brought up to date on its own. A part of
-the inner optimizer's moments is averaged unchanged: the mean replaces it, and it has no outer momentum.
+the inner optimizer's moments or of buffers is averaged unchanged: the mean replaces it, and it has no outer momentum.
 """
 
 import threading
@@ -30,20 +30,22 @@ class GlobalState:
         parts: Mapping[int, torch.Tensor],
         config: OuterOptimizerConfig,
         num_islands: int = 1,
-        moments: Collection[int] = (),
+        replaced: Collection[int] = (),
+        own: Collection[int] = (),
     ) -> None:
-        """Create the state. `num_islands` is N of Delayed Nesterov; `moments` are the indices of
-        parts of moments.
+        """Create the state. `num_islands` is N of Delayed Nesterov; `replaced` are the indices of
+        parts that their mean replaces; `own` are those among them that are this island's own.
         """
         self.parts = dict(parts)
-        self._moments = frozenset(moments)
+        self._replaced = frozenset(replaced)
+        self._own = frozenset(own)
         self.position = Position(round=0, tokens=0)
         self._config = config
         self.num_replaced = 0
         """Number of calls of `replace`, each of which begins another history."""
         self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
         """(r, number of contributors, encoded means by part) for each step from round r to r + 1."""
-        params = {i: v for i, v in self.parts.items() if i not in self._moments}
+        params = {i: v for i, v in self.parts.items() if i not in self._replaced}
         self._optimizer = OuterOptimizer(params, config, num_islands)
         self._digests: dict[int, bytes] = {}
         """Digests of the parts that have not changed since they were computed."""
@@ -53,21 +55,21 @@ class GlobalState:
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return global minus local params, fp32, of the parts in `local`; for moments the local
-        values themselves.
+        """Return global minus local params, fp32, of the parts in `local`; for moments and buffers the
+        local values themselves.
 
         `local` is overwritten. The global values are those from which the local params were
-        trained. Moments are sent whole, because an encoded difference could bring a second moment
-        to zero or below, which a mean of second moments cannot.
+        trained. Moments and buffers are sent whole, because a difference could bring a second moment
+        or a variance to zero or below, which a mean of them cannot.
         """
         with self._lock:
-            return {i: v if i in self._moments else torch.sub(self._base(i), v, out=v) for i, v in local.items()}
+            return {i: v if i in self._replaced else torch.sub(self._base(i), v, out=v) for i, v in local.items()}
 
     def local_values(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the local params that have these pseudo-gradients relative to the current
         global params; moments are unchanged.
         """
-        return {i: grad if i in self._moments else self.parts[i] - grad for i, grad in pseudo_grads.items()}
+        return {i: grad if i in self._replaced else self.parts[i] - grad for i, grad in pseudo_grads.items()}
 
     def carry_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return these local values moved to the current global params, with their progress."""
@@ -116,9 +118,9 @@ class GlobalState:
         with self._lock:
             if keeps_bases:
                 self._bases |= {i: self.parts[i].clone() for i in mean_pseudo_grads if i not in self._bases}
-            params = {i: mean for i, mean in mean_pseudo_grads.items() if i not in self._moments}
+            params = {i: mean for i, mean in mean_pseudo_grads.items() if i not in self._replaced}
             self._optimizer.step(params, num_given)
-            for index in self._moments & mean_pseudo_grads.keys():
+            for index in self._replaced & mean_pseudo_grads.keys():
                 self.parts[index].copy_(mean_pseudo_grads[index])
             self._forget_digests(mean_pseudo_grads)
             self._digests |= digests or {}
@@ -127,7 +129,7 @@ class GlobalState:
 
     def preview(self, index: int, mean: torch.Tensor) -> torch.Tensor:
         """Return the part's global params after a `commit` of this mean, without committing it.
-        Not for moments.
+        Not for parts that their mean replaces.
         """
         state = PartState(self.parts[index], self._optimizer.momentum(index), self.position.round)
         return advance(state, mean, self._config).params
@@ -137,7 +139,7 @@ class GlobalState:
         with self._lock:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
-                if index not in self._moments:
+                if index not in self._replaced:
                     self._optimizer.set_momentum(index, state.momentum, state.pushes)
             self._forget_digests(parts)
             self._log.clear()
@@ -148,19 +150,30 @@ class GlobalState:
     @property
     def momentum(self) -> dict[int, torch.Tensor]:
         """The outer optimizer's momentum buffers by carried part; empty when it has no momentum."""
-        of_params = self.parts.keys() - self._moments if self._config.keeps_momentum else ()
-        return {i: self._optimizer.momentum(i) for i in of_params}
+        return {i: self._optimizer.momentum(i) for i in self._stepped} if self._config.keeps_momentum else {}
 
     @property
     def pushes(self) -> dict[int, int]:
         """`PartState.pushes` by carried part; empty unless the optimizer is delayed."""
-        return {i: self._optimizer.pushes(i) for i in self.parts} if self._config.delayed else {}
+        return {i: self._optimizer.pushes(i) for i in self._stepped} if self._config.delayed else {}
+
+    @property
+    def _stepped(self) -> list[int]:
+        """The parts that the outer optimizer steps."""
+        return [i for i in self.parts if i not in self._replaced]
 
     def digests(self) -> dict[int, bytes]:
-        """Return the digest of params and momentum by carried part."""
-        for i in self.parts.keys() - self._digests.keys():
+        """Return the digest of params and momentum by carried part, without the island's own parts."""
+        for i in self.parts.keys() - self._digests.keys() - self._own:
             self._digests[i] = self._state(i).digest
         return dict(self._digests)
+
+    def show(self, own: Mapping[int, torch.Tensor]) -> None:
+        """Offer these values of the island's own parts to joiners from now on."""
+        with self._lock:
+            for index, values in own.items():
+                assert index in self._own, f"part {index} changes by commits only"
+                self.parts[index].copy_(values)
 
     def digest_after(self, index: int, mean: torch.Tensor, num_given: int) -> bytes:
         """Return the part's digest after a `commit` of this mean. Nothing changes. Several threads
@@ -168,7 +181,7 @@ class GlobalState:
 
         If the state changes during the call, as after an abandoned attempt, the result is invalid.
         """
-        step = None if index in self._moments else self._optimizer.next_step(index, num_given)
+        step = None if index in self._replaced else self._optimizer.next_step(index, num_given)
         return digest_after(self._state(index), mean, step)
 
     def pack(self, index: int) -> bytes:
@@ -205,7 +218,7 @@ class GlobalState:
 
     def _state(self, index: int) -> PartState:
         """Return the part's tensors themselves, not copies."""
-        if index in self._moments:
+        if index in self._replaced:
             return PartState(self.parts[index], torch.empty(0), self.position.round)
         momentum = self._optimizer.momentum(index)
         pushes = self._optimizer.pushes(index)

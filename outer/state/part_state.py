@@ -50,9 +50,9 @@ class PartState:
     """One part's global params and outer momentum, fp32, after `round` committed rounds."""
 
     params: torch.Tensor
-    """Global params, or moments of the inner optimizer if this is a part of moments."""
+    """Global params, or the values of a part of moments or buffers."""
     momentum: torch.Tensor
-    """Outer momentum. Empty for a part of moments."""
+    """Outer momentum. Empty for a part of moments or buffers."""
     round: int
     pushes: int = 0
     """Pushes of Delayed Nesterov since the momentum last moved the part."""
@@ -116,7 +116,7 @@ def advance(
     does not change.
 
     `mean` is None if the round did not send the part: only the round number changes. `config` is
-    None for a part of moments. `num_given` and `num_islands` are as in `GlobalState`.
+    None for a part of moments or buffers. `num_given` and `num_islands` are as in `GlobalState`.
     """
     if mean is None:
         return replace(state, round=state.round + 1)

@@ -14,7 +14,7 @@ from outer.state.earlier import EarlierState
 class Snapshot:
     """One rank's parts of the pseudo-gradient of a round's fragment: global params minus local params, fp32.
 
-    In rounds that average moments it also holds the fragment's moments, unchanged.
+    It also holds the fragment's buffers, and in rounds that average moments its moments, unchanged.
     """
 
     round: int

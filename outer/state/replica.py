@@ -1,6 +1,6 @@
 """An island's replica of the model: global params spread over its ranks as parts, and the local params they train."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,8 @@ class Replica:
     """One rank's part of the replica. Every rank of the island builds it and calls each method in the same order.
 
     `commit` and `go_back` may run in another thread while local params are trained; they must be over before the next
-    call. The methods that change local params treat the progress made since the round was launched in different ways:
+    call. The methods that change local params treat the progress made since the round was launched in different ways,
+    but averaged buffers always become the global ones:
 
         merge        local = mix x local + (1 - mix) x global    after a round to which this island contributed
         correct      local += global - ahead                     the same, when `look_ahead` was called at the launch
@@ -41,8 +42,10 @@ class Replica:
         """The codec of each part. All that encode or decode on this rank use this one choice."""
         self.space = build_space(params.specs, config, self.codecs)
         self.redistribution = Redistribution(self.space, params, ranks)
-        moments = [part.index for part in self.space.parts if part.is_moment]
-        self.carried = GlobalState(self.redistribution.gather(), config.optimizer, config.start_islands, moments)
+        replaced = [part.index for part in self.space.parts if part.is_replaced]
+        own = [part.index for part in self.space.parts if not part.is_committed]
+        gathered = self.redistribution.gather()
+        self.carried = GlobalState(gathered, config.optimizer, config.start_islands, replaced, own)
         """Global params and outer momentum of the parts that this rank carries."""
         self.terms = terms or Terms(inner_steps=config.inner_steps)
         # Gossip has no commit of all islands, so there is no common ledger from which to lease
@@ -60,13 +63,14 @@ class Replica:
 
     def pseudo_grads(self, round_number: int | None = None) -> dict[int, torch.Tensor]:
         """Return this rank's parts of the pseudo-gradient, fp32, by index: the parts that the
-        round sends, or all (None).
+        round sends, or all (None). Joiners get the island's own buffers as they are now.
         """
+        self.carried.show(self.redistribution.gather(self.space.part_groups_of("donor_buffer")))
         groups = None if round_number is None else self.space.part_groups_in(round_number)
         return self.carried.pseudo_grads(self.redistribution.gather(groups))
 
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        """Return the L2 norm over the parts of all ranks, without moments."""
+        """Return the L2 norm over the parts of all ranks, without moments and buffers."""
         return sum(self.ranks.background.gather(self.sum_of_squares(pseudo_grads))) ** 0.5
 
     def squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[str, float]:
@@ -77,8 +81,8 @@ class Replica:
         return dict(kinds)
 
     def sum_of_squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        """Return the squared L2 norm of these parts of this rank, without moments."""
-        own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_moment]
+        """Return the squared L2 norm of these parts of this rank, without moments and buffers."""
+        own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_replaced]
         return sum(map(sum_of_squares, own))
 
     def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool) -> None:
@@ -105,41 +109,50 @@ class Replica:
         self.digest = self._compute_digest(self.ranks.background)
 
     def merge(self, round_number: int, mix: float) -> None:
-        """Set local params and moments that the round sent to mix x local + (1 - mix) x global."""
+        """Set local params and moments that the round sent to mix x local + (1 - mix) x global, and
+        buffers to the global ones.
+        """
+        mixed, buffers = self._groups_in(round_number)
         if mix < 1:
-            self.redistribution.scatter(self.carried.parts, self.space.part_groups_in(round_number), mix)
+            self.redistribution.scatter(self.carried.parts, mixed, mix)
+        self.redistribution.scatter(self.carried.parts, buffers)
 
     def look_ahead(self, snapshot: Snapshot, share: float) -> dict[int, torch.Tensor]:
         """Set the fragment's local params to the global params after an outer step on this island's `share` alone.
 
-        Returns the new values by carried part, for `correct`. No round may be in flight.
+        Returns the new values by carried part, for `correct`. No round may be in flight. Local buffers
+        stay as they are.
         """
-        ahead = {i: self.carried.preview(i, grad * share) for i, grad in snapshot.pseudo_grads.items()}
-        self.redistribution.scatter(ahead, self.space.part_groups_in(snapshot.round))
+        grads = {i: grad for i, grad in snapshot.pseudo_grads.items() if not self.space.parts[i].is_replaced}
+        ahead = {i: self.carried.preview(i, grad * share) for i, grad in grads.items()}
+        self.redistribution.scatter(ahead, self._groups_in(snapshot.round)[0])
         return ahead
 
     def correct(self, ahead: Mapping[int, torch.Tensor], round_number: int) -> None:
         """Move local params that were trained from `ahead` as if they had been trained from the
-        global params.
+        global params. Buffers become the global ones.
         """
-        groups = self.space.part_groups_in(round_number)
+        groups, buffers = self._groups_in(round_number)
         local = self.redistribution.gather(groups)
         moved = {i: values + (self.carried.parts[i] - ahead[i]) for i, values in local.items()}
         self.redistribution.scatter(moved, groups)
+        self.redistribution.scatter(self.carried.parts, buffers)
 
     def carry_over(self, round_number: int) -> None:
-        """Move local params that the round sent onto the current global params, keeping the progress made before.
+        """Move local params that the round sent onto the current global params, keeping the progress
+        made before. Buffers become the global ones.
 
-        Rounds may be committed at the same time. Without a commit since the last call nothing changes.
+        Rounds may be committed at the same time. Without a commit since the last call params do not change.
         """
-        groups = self.space.part_groups_in(round_number)
+        groups, buffers = self._groups_in(round_number)
         self.redistribution.scatter(self.carried.carry_over(self.redistribution.gather(groups)), groups)
+        self._take_over(buffers)
 
     def take_over(self, round_number: int | None = None) -> None:
-        """Set local params that the round sent, or all (None), to the current global params."""
-        groups = range(len(self.space.part_groups)) if round_number is None else self.space.part_groups_in(round_number)
-        carried = [i for group in groups for i in self.space.parts_in[group] if i in self.carried.parts]
-        self.redistribution.scatter(self.carried.take_over(carried), groups)
+        """Set local params and buffers that the round sent, or all (None), to the current global ones."""
+        own = self.space.part_groups_of("donor_buffer")
+        everything = [group for group in range(len(self.space.part_groups)) if group not in own]
+        self._take_over(everything if round_number is None else self.space.part_groups_in(round_number))
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Continue from another island's state, which replaces the global state, local params
@@ -157,27 +170,41 @@ class Replica:
         """Set local params to the global params minus these parts, which puts progress on top of a
         newer state.
 
-        Local moments are set to the moments in `pseudo_grads`.
+        Local moments and the island's own buffers are set to those in `pseudo_grads`, averaged buffers
+        to the global ones.
         """
-        self.redistribution.scatter(self.carried.local_values(pseudo_grads))
+        local = self.carried.local_values(pseudo_grads)
+        buffers = {i: self.carried.parts[i] for i in local if self.space.parts[i].kind == "buffer"}
+        self.redistribution.scatter(local | buffers)
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
-        """Let local params hold the current global params inside the context. Rounds may be
-        committed at the same time.
+        """Let local params and averaged buffers hold the current global ones inside the context.
+        Rounds may be committed at the same time.
         """
-        local = self.redistribution.gather(self.space.param_part_groups)
+        groups = self.space.model_part_groups
+        local = self.redistribution.gather(groups)
         now = self.carried.copies() if self._has_observers else self.carried.parts
-        self.redistribution.scatter(now, self.space.param_part_groups)
+        self.redistribution.scatter(now, groups)
         try:
             yield
         finally:
-            self.redistribution.scatter(local, self.space.param_part_groups)
+            self.redistribution.scatter(local, groups)
 
     def combine(self, digests_by_part: dict[int, bytes], ranks: RankGroup) -> str:
         """Return one digest over the parts of all ranks, in part order."""
         merged = {i: digest for digests in ranks.gather(digests_by_part) for i, digest in digests.items()}
         return combine_digests([merged[i] for i in sorted(merged)])
+
+    def _groups_in(self, round_number: int) -> tuple[list[int], list[int]]:
+        """Return the part groups that a round sends: those of params and moments, and those of buffers."""
+        sent = self.space.part_groups_in(round_number)
+        buffers = self.space.part_groups_of("buffer")
+        return [group for group in sent if group not in buffers], [group for group in sent if group in buffers]
+
+    def _take_over(self, groups: Sequence[int]) -> None:
+        carried = [i for group in groups for i in self.space.parts_in[group] if i in self.carried.parts]
+        self.redistribution.scatter(self.carried.take_over(carried), groups)
 
     def _compute_digest(self, ranks: RankGroup) -> str:
         return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.text)

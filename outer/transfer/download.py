@@ -107,7 +107,8 @@ class Download:
 
     def digests(self) -> dict[int, bytes]:
         """Return the digest of each part that has arrived, like `GlobalState.digests`."""
-        return {i: state.digest for i, state in self.parts.items()}
+        committed = self._plan.space.parts
+        return {i: state.digest for i, state in self.parts.items() if committed[i].is_committed}
 
     def discard(self) -> None:
         """Drop all parts that have arrived, in memory and on disk."""
@@ -202,7 +203,7 @@ class Download:
         for part in self._plan.parts:
             bounds = self._plan.space.parts[part]
             size = bounds.num_elements
-            has_momentum = not bounds.is_moment
+            has_momentum = not bounds.is_replaced
             state = await asyncio.to_thread(self._cache.read, part, size, has_momentum=has_momentum)
             # A part beyond the donors' newest round belongs to a history that has ended.
             if state is not None and self._round_of(part) < state.round <= newest:

@@ -36,7 +36,7 @@ class DownloadPlan:
         return count * self.coding.mean_codec_for(bounds).num_bytes(bounds.num_elements)
 
     def optimizer_for(self, part: int) -> OuterOptimizerConfig | None:
-        """Return the config of the optimizer that applies a mean to the part. None for moments,
-        which the mean replaces.
+        """Return the config of the optimizer that applies a mean to the part. None for moments
+        and buffers, which the mean replaces.
         """
-        return None if self.space.parts[part].is_moment else self.optimizer
+        return None if self.space.parts[part].is_replaced else self.optimizer

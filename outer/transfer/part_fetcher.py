@@ -82,7 +82,9 @@ class PartFetcher:
 
     async def _receive_part(self, donor: DonorClient, part: int, body: bytes, target: int) -> None:
         bounds = self._plan.space.parts[part]
-        position, state = await asyncio.to_thread(unpack, body, bounds.num_elements, has_momentum=not bounds.is_moment)
+        position, state = await asyncio.to_thread(
+            unpack, body, bounds.num_elements, has_momentum=not bounds.is_replaced
+        )
         if position.round < target:
             raise MessageError(f"it sent part {part} of round {position.round}, asked for {target} or later")
         if position.round > donor.round + 1:

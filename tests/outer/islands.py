@@ -51,7 +51,10 @@ class FakeParams:
     """What `inner.params.LocalParams` offers, of plain matrices: this rank's copy of each slice in `slices`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], slices: Sequence[Held] | None = None) -> None:
-        self.specs = [Spec(name, tuple(values.shape)) for name, values in tensors.items() if "@" not in name]
+        # Moments follow from the params and the config; buffers are specs of their own.
+        kinds = ("", "buffer", "donor_buffer")
+        named = [(name, values) for name, values in tensors.items() if name.partition("@")[2] in kinds]
+        self.specs = [Spec(name, tuple(values.shape)) for name, values in named]
         matrices = {name: as_matrix(values) for name, values in tensors.items()}
         whole = [Held(name, (0, m.shape[0]), (0, m.shape[1])) for name, m in matrices.items()]
         self.slices = whole if slices is None else list(slices)

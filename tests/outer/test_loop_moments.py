@@ -276,7 +276,7 @@ def test_a_joiner_has_the_moments_and_the_steps_behind_them() -> None:
 
 def test_a_part_of_moments_is_handed_over_without_momentum_and_brought_up_to_date_by_means() -> None:
     rule, generator = OuterOptimizerConfig(), torch.Generator().manual_seed(3)
-    state = GlobalState({0: torch.zeros(9), 1: torch.zeros(9)}, rule, moments=[1])
+    state = GlobalState({0: torch.zeros(9), 1: torch.zeros(9)}, rule, replaced=[1])
     _, joiner = unpack(state.pack(1), 9, has_momentum=False)
     assert joiner.num_bytes == 4 * 9
     for number in range(3):

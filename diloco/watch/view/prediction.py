@@ -115,14 +115,14 @@ def build_case(basis: Basis, speed: "LinkSpeed") -> "Case":
     """Return the run in the form that `diloco plan` predicts. Raises ConfigError or InputError."""
     from diloco.planning.mesh.step_plan import vocabulary
     from diloco.planning.predict import Case
-    from inner.measure.param_specs import param_specs
+    from inner.measure.param_specs import averaged_specs
     from inner.model.sizes import resolve_sizes
     from outer.cost import measure_host_speed
 
     run = basis.config.run
     return Case(
         outer=run.outer,
-        specs=param_specs(resolve_sizes(run.model, vocabulary(run)[0])),
+        specs=averaged_specs(resolve_sizes(run.model, vocabulary(run)[0])),
         num_islands=basis.num_islands,
         step_seconds=basis.step_seconds[basis.fastest],
         link=speed,
