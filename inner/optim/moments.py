@@ -71,7 +71,7 @@ class ParamsAndMoments:
         number = index - len(self._params.slices)
         if number < 0:
             return self._params.matrix(index)
-        return self._moments[number][0].view(self.slices[index].shape)
+        return self._moments[number][0].reshape(self.slices[index].shape)
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all
@@ -86,7 +86,7 @@ class ParamsAndMoments:
             f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
         )
         for moment in self._moments[number]:
-            moment.view(target.shape).copy_(values, non_blocking=True)
+            moment.copy_(values.view(moment.shape), non_blocking=True)
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself, to be written in place, or None if that is not possible (see

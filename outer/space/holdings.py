@@ -8,13 +8,12 @@ On 512 ranks a model of 70B parameters has 370,000 slices, so they are rows of a
 
 from collections.abc import Sequence
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from outer.errors import InputError
-from outer.space.layout import SliceBounds, Space, matrix_cols
+from outer.space.layout import SliceBounds, Space, matrix_shape
 
 
 class Rectangle(NamedTuple):
@@ -108,7 +107,7 @@ def _find_distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def check_coverage(space: Space, holdings: Holdings) -> None:
     """Raise InputError unless the rectangles cover the model exactly once."""
-    sizes = np.array([(prod(shape[:1]), matrix_cols(shape)) for shape in space.shapes.values()], np.int64)
+    sizes = np.array([matrix_shape(shape) for shape in space.shapes.values()], np.int64).reshape(-1, 2)
     name, r0, r1, c0, c1 = holdings.rectangles.T
     areas = _sum_by_name(name, (r1 - r0) * (c1 - c0), len(sizes))
     # The outline consists of the points that are a corner of an odd number of rectangles. If these

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError
@@ -28,7 +28,8 @@ def trained_params(model: nn.Module) -> LocalParams:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing that islands could average")
     for name, param in trained.items():
         check_param(name, param)
-    return LocalParams(inner, [inner], trained.keys())
+    shapes = {name: tuple(param.shape) for name, param in trained.items()}
+    return LocalParams.of_tensors(shapes, {name: [param] for name, param in trained.items()})
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -67,15 +68,8 @@ def check_param(name: str, param: Tensor) -> None:
     elif isinstance(param, DTensor) and any(isinstance(place, Partial) for place in param.placements):
         problem = "is a DTensor of partial sums"
         cure = "redistribute it to Shard or Replicate"
-    elif isinstance(param, DTensor) and param.ndim != 2 and any(is_shard_past_rows(p) for p in param.placements):
-        problem = "is sharded past its first dimension"
-        cure = "shard parameters that are no matrices by dimension 0"
     if problem:
         raise ConfigError(f"the parameter {name!r} {problem}, and islands cannot average it; {cure}")
-
-
-def is_shard_past_rows(placement: object) -> bool:
-    return isinstance(placement, Shard) and placement.dim != 0
 
 
 def describe(specs: Sequence[ParamSpec]) -> str:
