@@ -16,6 +16,8 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
+    has_moments: bool = True
+    """Whether its moments are averaged if the run averages moments."""
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -71,8 +71,13 @@ def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[Tensor
     """Return the model's parameters, followed by their moments if the run averages moments."""
     all_specs: list[TensorSpec] = list(specs)
     for kind, _ in list_moments(config):
-        all_specs += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
+        all_specs += [MomentSpec(moment_name(s.name, kind), tuple(s.shape)) for s in specs if has_moments(s)]
     return all_specs
+
+
+def has_moments(spec: TensorSpec) -> bool:
+    """Return whether the moments of a parameter are averaged if the run averages moments."""
+    return getattr(spec, "has_moments", True)
 
 
 def moment_name(param: str, kind: TensorKind) -> str:
@@ -106,9 +111,11 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
         coarse = tuple(name for name in shapes if name not in fine)
         groups += [PartGroup(coarse, fragment)] if coarse else []
         groups += [PartGroup(fine, fragment, is_fine=True)] if fine else []
+        averaged = [spec.name for spec in specs if spec.name in names and has_moments(spec)]
         groups += [
-            PartGroup(tuple(moment_name(name, kind) for name in shapes), fragment, kind=kind, period=period)
+            PartGroup(tuple(moment_name(name, kind) for name in averaged), fragment, kind=kind, period=period)
             for kind, period in list_moments(config)
+            if averaged
         ]
     return groups
 

@@ -15,6 +15,9 @@ import numpy as np
 from outer.errors import InputError
 from outer.space.layout import SliceBounds, Space, matrix_shape
 
+MOST_NAMED = 4
+"""Most rectangles, and ranks of one, that an error names."""
+
 
 class Rectangle(NamedTuple):
     """A slice that some rank holds, by its bounds."""
@@ -125,9 +128,21 @@ def check_coverage(space: Space, holdings: Holdings) -> None:
         first = int(is_wrong.argmax())
         raise InputError(
             f"the island's ranks do not hold {space.names[first]!r} exactly once: it has {wanted[first]} elements, "
-            f"their slices {areas[first]}; the mesh must split it into slices that do not overlap, replicas as equal "
-            "ones"
+            f"their slices {areas[first]} ({_describe_holders(holdings, first)}); the mesh must split it into slices "
+            "that do not overlap, replicas as equal ones"
         )
+
+
+def _describe_holders(holdings: Holdings, name: int) -> str:
+    """Return in words who holds the first rectangles of a name."""
+    found = np.flatnonzero(holdings.rectangles[:, 0] == name).tolist()
+    texts = []
+    for index in found[:MOST_NAMED]:
+        _, rows, cols = holdings.rectangle(index)
+        holders = holdings.holders(index)
+        ranks = ", ".join(map(str, holders[:MOST_NAMED])) + (", ..." if len(holders) > MOST_NAMED else "")
+        texts.append(f"rank {ranks}: rows {rows[0]} to {rows[1]}, columns {cols[0]} to {cols[1]}")
+    return "; ".join(texts + (["..."] if len(found) > MOST_NAMED else [])) or "no rank holds any of it"
 
 
 def _sum_by_name(names: np.ndarray, values: np.ndarray, num_names: int) -> np.ndarray:
