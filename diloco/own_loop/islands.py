@@ -78,7 +78,7 @@ class Islands:
         check_same_save(saved, ranks)
         self._model = IslandModel(ranks, model, optimizer, params, read.model_rules(saved, ranks.num_ranks))
         self._ranks = ranks
-        self.config: OwnLoopConfig = read.with_model(self._model.description, ranks.num_ranks)
+        self.config: OwnLoopConfig = read.with_model(self._model.description, ranks.num_ranks, self._model.names)
         self._has_unit = False
         with ExitStack() as stack:
             self._data = open_data(self.config, stack)

@@ -40,9 +40,9 @@ class OwnLoopConfig:
     has_data: bool = False
     """Whether the config names the text, for `diloco.data`."""
 
-    def with_model(self, params: str, num_ranks: int) -> "OwnLoopConfig":
-        """Return the config with the identifier of the model's parameters, and with the number of
-        the island's ranks.
+    def with_model(self, params: str, num_ranks: int, names: tuple[str, ...] = ()) -> "OwnLoopConfig":
+        """Return the config with the identifier of the model's parameters and their names, and with
+        the number of the island's ranks.
         """
         ranks = self.island.ranks
         if ranks not in (1, num_ranks):
@@ -50,7 +50,7 @@ class OwnLoopConfig:
                 f"island.ranks is {ranks}, and torch.distributed has {num_ranks} ranks, which all "
                 "belong to one island; leave island.ranks out"
             )
-        run = self.run.model_copy(update={"params": params})
+        run = self.run.model_copy(update={"params": params, "param_names": names})
         return replace(self, run=run, island=self.island.model_copy(update={"ranks": num_ranks}))
 
     def model_rules(self, saved: SavedState | None, num_ranks: int) -> ModelRules:

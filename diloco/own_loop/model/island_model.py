@@ -7,7 +7,7 @@ from diloco.errors import ConfigError
 from diloco.own_loop.model.copies import check_held
 from diloco.own_loop.model.masters import CopiedBack, KeptMasters, Masters
 from diloco.own_loop.model.optimizers import Optimizers, as_list, learning_rate, with_moments
-from diloco.own_loop.model.params import Model, RankParams, describe, hold_params, parts_of
+from diloco.own_loop.model.params import Model, RankParams, describe, hold_params, list_names, parts_of
 from diloco.own_loop.model.watch import ParamsWatch
 from inner.optim.moments import ParamsAndMoments
 from inner.params import LocalParams
@@ -33,6 +33,8 @@ class IslandModel:
     moments: ParamsAndMoments | None
     description: str
     """Differs between models that cannot be averaged with each other."""
+    names: tuple[str, ...]
+    """RunConfig.param_names."""
 
     def __init__(
         self, ranks: RankGroup, model: Model, optimizers: Optimizers, masters: Masters | None, rules: ModelRules
@@ -56,6 +58,7 @@ class IslandModel:
         elif found.kept:
             self.params = keep_masters(params, found)
         self.description = describe((self.moments or params).specs)
+        self.names = list_names(params.specs)
         self.device = str(next(param.device for part in parts_of(model) for param in part.parameters()))
         self._ranks = ranks
         self._watch = ParamsWatch(model)

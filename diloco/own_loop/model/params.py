@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,10 @@ from inner.param_spec import ParamSpec
 from inner.params import LocalParams, local_tensor
 from outer.space.ranks import RankGroup
 
+MAX_NAMES_CHARS = 32_000
+"""Most characters of the names in a config: half of what a config may have."""
+YAML_CHARS = 5
+"""Characters of an entry of a list in YAML besides its text."""
 Model = nn.Module | Sequence[nn.Module]
 """The user's model, or the parts of it that a rank holds, such as the stages of an interleaved pipeline."""
 
@@ -199,3 +204,20 @@ def describe(specs: Sequence[ParamSpec]) -> str:
 
 def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def list_names(specs: Sequence[ParamSpec]) -> tuple[str, ...]:
+    """Return RunConfig.param_names: as many parameters as have room in the config's text."""
+    entries: list[str] = []
+    before = ""
+    room = MAX_NAMES_CHARS
+    for spec in specs:
+        text = f"{spec.name} {list(spec.shape)}"
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
+        entry = f"{shared}:{text[shared:]}"
+        room -= len(entry) + YAML_CHARS
+        if room < 0:
+            break
+        entries.append(entry)
+        before = text
+    return tuple(entries)

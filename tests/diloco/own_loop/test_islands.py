@@ -224,7 +224,7 @@ def test_the_ten_lines_on_our_own_model_give_the_digests_of_diloco_train(tmp_pat
     assert len(digests[0]) == 3 and digests[0] == digests[1]
 
 
-def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_both_descriptions_and_the_first_difference(tmp_path: Path) -> None:
     def work(config: Config, index: int) -> None:
         if index == 0:
             Islands(own_config(config, index), small_model())
@@ -238,6 +238,8 @@ def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None
         assert second.wait() == [1]
         assert "params: here '2 parameters with 5 elements" in second.log
         assert "in the run '4 parameters with 49 elements" in second.log
+        different = "the first parameter that differs: here 'weight [1, 4]', in the run '0.weight [8, 4]'"
+        assert different in second.log
 
 
 def test_the_view_looks_through_compiled_models() -> None:

@@ -5,8 +5,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from diloco.config.from_swarm import parse_swarm_config, swarm_text
+from diloco.config.overrides import differing_param
+from diloco.config.schema import RunConfig
 from diloco.own_loop.model.names import clean_name, merge_orders
-from diloco.own_loop.model.params import trained_params
+from diloco.own_loop.model.params import list_names, trained_params
+from inner.param_spec import ParamSpec
 
 WHOLE = [
     *("embed.weight", "layers.0.norm.weight", "layers.0.attention.wq.weight", "layers.0.dense.weight"),
@@ -55,3 +59,32 @@ def test_a_parameter_that_two_parts_share_is_one() -> None:
     first, last = nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False))
     last[0].weight = first.weight
     assert [spec.name for spec in trained_params([first, last]).specs] == ["weight"]
+
+
+def specs(*names: str) -> list[ParamSpec]:
+    return [ParamSpec(name, (2, 3)) for name in names]
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, expected",
+    [
+        (["a.w", "a.x", "b"], ["a.w", "a.y", "b"], "here 'a.x [2, 3]', in the run 'a.y [2, 3]'"),
+        (["a.w", "b"], ["a.w"], "here 'b [2, 3]', in the run none"),
+        ([], ["a.w"], "here none, in the run 'a.w [2, 3]'"),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(ours: list[str], theirs: list[str], expected: str) -> None:
+    line = differing_param(list_names(specs(*ours)), list_names(specs(*theirs)))
+    assert line == f"the first parameter that differs: {expected}"
+
+
+@pytest.mark.parametrize("entry", ["", "x", "-1:x", "99999999999:x", "\u00b2:x", "5:", ":"])
+def test_an_entry_of_a_stranger_is_only_text(entry: str) -> None:
+    assert "in the run '" in differing_param(["0:a"], [entry])
+
+
+def test_names_of_a_large_model_have_room_in_the_configs_text() -> None:
+    names = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(200) for name in "qkvo"]
+    run = RunConfig(params="many", param_names=list_names(specs(*names * 30)))
+    assert 500 < len(run.param_names) < len(names) * 30
+    assert parse_swarm_config(swarm_text(run)) == run

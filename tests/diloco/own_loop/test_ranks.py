@@ -1,5 +1,6 @@
 """Ranks of one island around a loop of one's own: which of them hold copies, and which only seem to."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
 from diloco.own_loop.model.copies import check_held
+from diloco.own_loop.model.island_model import IslandModel, ModelRules
 from diloco.own_loop.model.params import trained_params
 from diloco.own_loop.model.ranks import find_ranks
+from outer.space.ranks import RankGroup
 from tests.diloco.own_loop.loops import TOKENS, own_config
+from tests.harness import run_ranks
 from tests.swarm import swarm
 
 
@@ -83,6 +89,87 @@ def test_an_interleaved_pipeline_and_one_process_end_with_one_digest(tmp_path: P
         (pipeline, names), (whole, same) = (island.result() for island in made.started)
     assert pipeline == whole
     assert names == same == [name for name, _ in Stage([0, 1, 2, 3]).named_parameters()]
+
+
+SHAPE = (8, 16, 24)
+"""Of a stack of experts, whose matrices are sharded by their first dimension or by both."""
+
+
+def train_experts(*placements: Placement) -> Callable[[Config, int], tuple[list[torch.Tensor], str]]:
+    """The work of an island with AdamW's moments. Returns values and moments, whole, and the digest."""
+
+    def work(config: Config, index: int) -> tuple[list[torch.Tensor], str]:
+        model = nn.Module()
+        values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        if config.for_island(index).ranks > 1:
+            dist.init_process_group("gloo")
+            values = distribute_tensor(values, init_device_mesh("cpu", (2,)), placements)
+        model.experts = nn.Parameter(values)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with Islands(own_config(config, index, moments=[1, 1]), model, adam) as islands:
+            while not islands.is_over:
+                (model.experts * (1 + index)).square().sum().backward()
+                adam.step()
+                adam.zero_grad()
+                islands.step(tokens=TOKENS if islands.place[0] == 0 else 0)
+            digest = islands.digest
+        found = [model.experts.detach(), *(adam.state[model.experts][kind] for kind in ("exp_avg", "exp_avg_sq"))]
+        return [each.full_tensor() if isinstance(each, DTensor) else each for each in found], digest
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Shard(1), pytest.param(Shard(2), marks=pytest.mark.slow), pytest.param(_StridedShard(1, split_factor=4))],
+)
+def test_experts_that_are_sharded_inside_agree_with_those_of_one_process(tmp_path: Path, placement: Placement) -> None:
+    with swarm(tmp_path, islands=[{"ranks": 2}, {}]) as made:
+        for island in made.start_all(train_experts(placement)):
+            island.finish()
+        (sharded, digest), (whole, same) = (island.result() for island in made.started)
+    assert digest == same
+    assert all(torch.equal(values, others) for values, others in zip(sharded, whole, strict=True))
+
+
+def odd_on_a_rank(rank: int) -> None:
+    """Each of these is refused on both ranks, with the parameter, the ranks and the cure."""
+    mesh = init_device_mesh("cpu", (2,))
+    ranks = RankGroup(dist.group.WORLD)
+
+    def refuse(text: str, **params: torch.Tensor) -> None:
+        model = nn.ParameterDict({name: nn.Parameter(value) for name, value in params.items()})
+        with pytest.raises(ConfigError, match=text):
+            IslandModel(ranks, model, None, None, ModelRules())
+
+    whole = torch.arange(16.0).view(4, 4)
+    shard = distribute_tensor(whole, mesh, [Shard(0)])
+    refuse("ranks 0 and 1 of this island hold 'w' with different shapes", w=torch.zeros(4 + rank))
+    mixed = shard if rank == 0 else whole
+    overlap = (
+        "do not hold 'w' exactly once: it has 16 elements, their slices 24 .*rank 0: rows 0 to 2, .*; rank 1: rows 0"
+    )
+    refuse(overlap, w=mixed)
+    with pytest.raises(ConfigError, match="do not hold 'w' exactly once: it has 16 elements, their slices 8"):
+        held = {"w": shard} if rank == 0 else {"v": torch.zeros(1)}
+        half = nn.ParameterDict({name: nn.Parameter(value) for name, value in held.items()})
+        IslandModel(ranks, half, None, None, ModelRules())
+    refuse(
+        "rank 1 of this island: the parameter 'w' is on the meta device", w=torch.zeros(2, device=["cpu", "meta"][rank])
+    )
+    refuse("rank 0 of this island: the parameter 'w' has the shape .*ZeRO-3", w=torch.zeros(4 * rank))
+    partial = DTensor.from_local(whole, mesh, [Partial()])
+    refuse("'w' is a DTensor of partial sums", w=partial)
+    refuse("no parameter of the model requires a gradient")
+    frozen = nn.Linear(2, 2).requires_grad_(rank == 0)
+    with pytest.raises(ConfigError, match="'bias' requires a gradient on rank 0 of this island and none on rank 1"):
+        IslandModel(ranks, frozen, None, None, ModelRules())
+    with pytest.raises(ConfigError, match=r"rank 1 of this island: two parts of the model hold 'weight'"):
+        IslandModel(ranks, [nn.Linear(1, 1), nn.Linear(1, 1 + rank)][: 1 + rank], None, None, ModelRules())
+
+
+def test_what_ranks_cannot_average_is_refused_on_each_of_them() -> None:
+    run_ranks(odd_on_a_rank, 2)
 
 
 def test_copies_that_differ_in_one_value_are_refused_wherever_it_is(tmp_path: Path) -> None:
