@@ -55,7 +55,7 @@ def __getattr__(name: str) -> object:
 
         return Islands
     if name == "Masters":
-        from diloco.own_loop.model.masters import Masters
+        from diloco.own_loop.islands import Masters
 
         return Masters
     if name == "data":

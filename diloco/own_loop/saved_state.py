@@ -36,6 +36,11 @@ class SavedState:
     num_ranks: int | None = None
     """Number of ranks of the island; None in a state of an earlier version."""
 
+    @property
+    def digest(self) -> object:
+        """Digest of the committed state, which is the same on all ranks of one save."""
+        return self.facts.get("digest") if isinstance(self.facts, dict) else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of plain values and copies of the tensors."""
         tensors = {name: values.clone() for name, values in self.tensors.items()}
@@ -98,7 +103,7 @@ def check_same_save(saved: SavedState | None, ranks: RankGroup) -> None:
     """Raise ConfigError on every rank unless all ranks have states of one save. Every rank must
     call it.
     """
-    mine = None if saved is None else json.dumps([saved.facts, asdict(saved.point)], sort_keys=True, default=str)
+    mine = None if saved is None else (saved.digest, saved.point)
     for rank, other in enumerate(ranks.gather(mine)):
         if other != mine:
             raise ConfigError(

@@ -20,7 +20,7 @@ from diloco.own_loop.model.island_model import IslandModel, ModelRules
 from diloco.own_loop.model.params import trained_params
 from diloco.own_loop.model.ranks import find_ranks
 from outer.space.ranks import RankGroup
-from tests.diloco.own_loop.loops import TOKENS, own_config
+from tests.diloco.own_loop.loops import TOKENS, folder_of, own_config
 from tests.harness import run_ranks
 from tests.swarm import swarm
 
@@ -89,6 +89,39 @@ def test_an_interleaved_pipeline_and_one_process_end_with_one_digest(tmp_path: P
         (pipeline, names), (whole, same) = (island.result() for island in made.started)
     assert pipeline == whole
     assert names == same == [name for name, _ in Stage([0, 1, 2, 3]).named_parameters()]
+
+
+def save_and_resume(config: Config, index: int) -> tuple[str, str]:
+    """Make a run whole, and again with a save after its first round. Returns both digests."""
+    dist.init_process_group("gloo")
+    folder = folder_of(config, index).parent / "saved"
+    digests = []
+    saved = Stage([0, 1, 2, 3]).state_dict()
+    for resumes in (False, True):
+        stage = Stage([0, 1, 2, 3])
+        stage.load_state_dict(saved)
+        with Islands(own_config(config, index), stage, state=folder if resumes else None) as islands:
+            while not islands.is_over:
+                stage.train_alone(islands.steps)
+                islands.step(tokens=TOKENS)
+                if islands.steps == 3 and not resumes:
+                    islands.save(folder)
+                    saved = {name: value.clone() for name, value in stage.state_dict().items()}
+            digests.append(islands.digest)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (folder / "islands-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"rank 1 of this island: .*islands-1\.safetensors does not exist"):
+        Islands(own_config(config, index), stage, state=folder)
+    return digests[0], digests[1]
+
+
+def test_an_island_of_two_ranks_goes_on_from_a_saved_folder_or_refuses_it_on_both(tmp_path: Path) -> None:
+    with swarm(tmp_path, islands=[{"ranks": 2}]) as made:
+        island = made.start(0, save_and_resume)
+        island.finish()
+        whole, resumed = island.result()
+    assert whole == resumed
 
 
 SHAPE = (8, 16, 24)
