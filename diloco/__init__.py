@@ -46,7 +46,7 @@ _use_own_packages()
 
 
 def __getattr__(name: str) -> object:
-    """Import `diloco.Islands` or `diloco.data` on first use.
+    """Import `diloco.Islands`, `diloco.Masters` or `diloco.data` on first use.
 
     They need torch, and commands that do not need torch shall not wait for it.
     """
@@ -54,6 +54,10 @@ def __getattr__(name: str) -> object:
         from diloco.own_loop.islands import Islands
 
         return Islands
+    if name == "Masters":
+        from diloco.own_loop.islands import Masters
+
+        return Masters
     if name == "data":
         from diloco.own_loop.data import data
 

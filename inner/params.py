@@ -1,23 +1,28 @@
 """A mesh-independent view of a model's parameters: full names and shapes, and the rectangles that
 this rank holds.
 
-Only this file unwraps DTensors. A parameter is seen as a matrix (shape[0], product of the rest); a
-1-D parameter is (n, 1), a 0-d parameter (1, 1). The matrices of a mixture's experts are one tensor
-in the model, and each of them is a parameter here (inner/expert_names.py). The slices of one
-replica's ranks cover the model exactly once.
+Only this file unwraps DTensors. A parameter is seen as a matrix (product of all dimensions but the
+last, the last); a 1-D parameter is (n, 1), a 0-d parameter (1, 1). A rank's shard of it is one slice
+or several (inner/param_spec.py). The matrices of a mixture's experts are one tensor in the model,
+and each of them is a parameter here (inner/expert_names.py). The slices of one replica's ranks cover
+the model exactly once.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from inner.expert_names import expert_name, find_expert, is_stacked
-from inner.param_spec import ParamSlice, ParamSpec
+from inner.param_spec import HeldRange, Index, ParamSlice, ParamSpec, cut_shard
+
+Split = tuple[Shard | _StridedShard, int, int]
+"""One division of a dimension: its placement, the number of ranks, and this rank's number."""
 
 
 class LocalParams:
@@ -38,49 +43,63 @@ class LocalParams:
     """The slices that this rank holds, in the order of `specs`. Parameters of which it holds
     nothing are left out."""
 
-    def __init__(self, whole: nn.Module, stages: Sequence[nn.Module], names: Collection[str] | None = None) -> None:
+    def __init__(self, whole: nn.Module, stages: Sequence[nn.Module]) -> None:
         """Build the view. `whole` is the full model, possibly on the meta device; `stages` are the
         stages that this rank holds.
-
-        With `names` the view is limited to these parameters.
         """
-        self.specs = []
-        self.slices = []
-        # FSDP swaps the modules' parameters while it computes. These references remain the sharded
-        # fp32 masters.
-        self._copies: list[list[Tensor]] = []
-        self._parts: list[int | None] = []
-        """For each slice, its index in the first dimension of this rank's shard; None: it is the
-        whole shard."""
         held: dict[str, list[Tensor]] = defaultdict(list)
         for stage in stages:
             for name, param in stage.named_parameters():
                 held[name].append(param)
-        for name, param in whole.named_parameters():
-            if names is None or name in names:
-                self._add(name, param, held.get(name))
+        self._hold({name: tuple(param.shape) for name, param in whole.named_parameters()}, held)
 
-    def _add(self, name: str, param: Tensor, copies: list[Tensor] | None) -> None:
+    @classmethod
+    def of_tensors(cls, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]) -> "LocalParams":
+        """Return the view of a model that no rank has as a module.
+
+        `shapes`: of all parameters of the model, in its order. `held`: this rank's shards, by name;
+        several if a parameter is tied.
+        """
+        params = cls.__new__(cls)
+        params._hold(shapes, held)
+        return params
+
+    def _hold(self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Sequence[Tensor]]) -> None:
+        self.specs = []
+        self.slices = []
+        # FSDP swaps the modules' parameters while it computes. These references remain the sharded
+        # fp32 masters.
+        self._copies: list[Sequence[Tensor]] = []
+        self._indices: list[Index] = []
+        """For each slice, its index in this rank's shard."""
+        for name, shape in shapes.items():
+            self._add(name, shape, held.get(name, ()))
+
+    def _add(self, name: str, shape: tuple[int, ...], copies: Sequence[Tensor]) -> None:
         """Add a parameter of the whole model, of which this rank holds shards in `copies`."""
-        if not is_stacked(name, param.ndim):
-            spec = ParamSpec(name, tuple(param.shape))
+        held = find_held(name, shape, copies[0]) if copies else None
+        if not is_stacked(name, len(shape)):
+            spec = ParamSpec(name, shape)
             self.specs.append(spec)
-            if copies:
-                self._add_slice(_slice(spec, copies[0]), copies, None)
+            if held is not None:
+                self._add_slices(spec, held, copies, ())
             return
-        shape = tuple(param.shape[1:])
-        specs = [ParamSpec(expert_name(name, number), shape) for number in range(param.shape[0])]
+        specs = [ParamSpec(expert_name(name, number), shape[1:]) for number in range(shape[0])]
         self.specs += specs
-        if copies:
-            held, rows = _shard_of_stack(name, tuple(param.shape), copies[0])
-            for part, number in enumerate(range(*held)):
-                self._add_slice(ParamSlice(specs[number].name, rows, (0, shape[1])), copies, part)
+        for experts in held[0] if held is not None else ():
+            for number in range(experts.first, experts.end):
+                assert held is not None
+                self._add_slices(specs[number], held[1:], copies, (number - experts.first + experts.at,))
 
-    def _add_slice(self, held: ParamSlice, copies: list[Tensor], part: int | None) -> None:
-        if min(held.shape) > 0:
-            self.slices.append(held)
-            self._copies.append(copies)
-            self._parts.append(part)
+    def _add_slices(
+        self, spec: ParamSpec, held: Sequence[Sequence[HeldRange]], copies: Sequence[Tensor], within: Index
+    ) -> None:
+        """Add the slices of a parameter that is the part `within` of this rank's shards."""
+        for part, index in cut_shard(spec, held):
+            if min(part.shape) > 0:
+                self.slices.append(part)
+                self._copies.append(copies)
+                self._indices.append((*within, *index))
 
     def copies(self, index: int) -> Sequence[Tensor]:
         """Return the live parameters that slice `index` belongs to. A tied parameter has
@@ -92,9 +111,7 @@ class LocalParams:
         """Return the part of this rank's shard of `tensor` that slice `index` is, in the memory of the
         shard. `tensor`: a live parameter of that slice, or an optimizer's state of it.
         """
-        local = local_tensor(tensor)
-        part = self._parts[index]
-        return local if part is None else local[part]
+        return local_tensor(tensor)[self._indices[index]]
 
     def read(self, index: int) -> Tensor:
         """Return slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter
@@ -223,38 +240,50 @@ def _can_pin(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _shard_of_stack(name: str, shape: tuple[int, ...], param: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the half-open ranges of experts, and of the rows of each, in this rank's shard of a
-    stack of experts.
+def find_held(name: str, shape: tuple[int, ...], param: Tensor) -> list[list[HeldRange]]:
+    """Return for each dimension of a parameter the ranges that this rank's shard of it holds.
+
+    They may be empty, for example if there are more ranks than rows.
     """
     assert tuple(param.shape) == shape, f"{name} has shape {tuple(param.shape)} in a stage, {shape} in the model"
-    local_shape: tuple[int, ...] = shape
-    offset: tuple[int, ...] = (0,) * len(shape)
-    if isinstance(param, DTensor):
-        local_shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    assert local_shape[2] == shape[2], f"{name}: experts may be sharded by expert and by row only"
-    return (offset[0], offset[0] + local_shape[0]), (offset[1], offset[1] + local_shape[1])
-
-
-def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
-    """Return the rectangle of this rank's shard. It may be empty if there are more ranks than
-    rows.
-    """
-    name = spec.name
-    assert tuple(param.shape) == spec.shape, (
-        f"{name} has shape {tuple(param.shape)} in a stage, {spec.shape} in the model"
-    )
-    local_shape: tuple[int, ...] = tuple(param.shape)
-    offset: tuple[int, ...] = (0,) * param.ndim
-    if isinstance(param, DTensor):
-        local_shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-        assert local_shape == tuple(param.to_local().shape), f"{name}: {local_shape}, {param.placements}"
-    rest = tuple(param.shape[1:])
-    if param.ndim != 2:
-        assert local_shape[1:] == rest, f"{name}: only matrices may be sharded past their first dim"
-        cols = (0, math.prod(rest))
-    else:
-        cols = (offset[1], offset[1] + local_shape[1])
     assert param.dtype == torch.float32, f"{name}: master weights must be fp32, got {param.dtype}"
-    first, num_rows = (offset[0], local_shape[0]) if param.ndim else (0, 1)
-    return ParamSlice(name, rows=(first, first + num_rows), cols=cols)
+    splits: list[list[Split]] = [[] for _ in shape]
+    if isinstance(param, DTensor):
+        coordinate = param.device_mesh.get_coordinate()
+        if coordinate is None:
+            return [[] for _ in shape]  # The parameter lies on a mesh of other ranks.
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard | _StridedShard):
+                splits[placement.dim].append((placement, param.device_mesh.size(axis), coordinate[axis]))
+    held = [_divide(size, tuple(each)) for size, each in zip(shape, splits, strict=True)]
+    sizes = tuple(sum(each.end - each.first for each in ranges) for ranges in held)
+    local = tuple(local_tensor(param).shape)
+    assert sizes == local or 0 in sizes, f"{name}: this rank's shard has the shape {local}, by its placements {sizes}"
+    return held
+
+
+@lru_cache(maxsize=4096)
+def _divide(size: int, splits: tuple[Split, ...]) -> list[HeldRange]:
+    """Return the ranges of a dimension of this size that remain after the splits, in the shard's
+    order.
+    """
+    numbers = np.arange(size)
+    for placement, num_ranks, rank in splits:
+        # A strided shard has a piece of each of `split_factor` chunks.
+        num_chunks = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        chunks = [_chunk(numbers, num_chunks, number) for number in range(num_chunks)]
+        numbers = np.concatenate([_chunk(chunk, num_ranks, rank) for chunk in chunks])
+    if not len(numbers):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()]
+    ends = [*starts[1:], len(numbers)]
+    return [
+        HeldRange(int(numbers[start]), int(numbers[end - 1]) + 1, start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _chunk(numbers: np.ndarray, num_chunks: int, index: int) -> np.ndarray:
+    """Return a chunk as torch.chunk makes it: all have the same length, except for the last ones."""
+    length = -(-len(numbers) // num_chunks)
+    return numbers[index * length : (index + 1) * length]

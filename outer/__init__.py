@@ -20,5 +20,6 @@ The parts that a program may use. All others may change without notice (tests/te
                                             addresses of gloo; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
     codecs.choice, leases.ledger, rounds.checkpoint, space.digest, space.fragments,
-    space.layout, space.redistribute, state.earlier, state.part_state     types and formats that it shows
+    space.holdings, space.layout, space.redistribute, state.earlier,
+    state.part_state                        types and formats that it shows, and checks of what ranks hold
 """

@@ -33,6 +33,11 @@ AUTO_MICRO_BATCH = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
     check_trainer(run)
+    if island.masters:
+        raise ConfigError(
+            f"{where}: island.masters is true, which is for training loops of your own with diloco.Islands; take it "
+            "out: the weights of `diloco train` are fp32"
+        )
     check_extras(island, where)
     try:
         run.data.of_island(island.label)

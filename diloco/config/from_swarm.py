@@ -47,7 +47,7 @@ NOT_FROM_SWARM: dict[str, Origin] = {
     "data.mixture.dataset": "hub",
 }
 FROM_SWARM = {
-    "": "name seed order_seed params code_sha256",
+    "": "name seed order_seed params param_names code_sha256",
     "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta "
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "

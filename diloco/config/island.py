@@ -142,6 +142,9 @@ class IslandConfig(Section):
     max_hours: float | None = Field(default=None, gt=0)
     """Time limit in hours since the island's start, which restarts of its ranks do not reset. The
     island leaves after the last round that fits into it."""
+    masters: bool = False
+    """Your own training loop with `diloco.Islands` only: keep fp32 masters of its bfloat16 and
+    float16 parameters, 4 bytes per element."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     """Whether the island also writes event files for TensorBoard, into `tensorboard` in its folder."""

@@ -2,12 +2,16 @@
 torch.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import BaseModel
 
 from diloco.errors import ConfigError
 from inner.foreign.text import parse_yaml
+
+PARAM_NAMES = "param_names"
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -59,11 +63,31 @@ def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
     """Return one line for each key that differs between two runs, with both values."""
     flat_ours = flatten(ours.model_dump(mode="json"))
     flat_theirs = flatten(theirs.model_dump(mode="json"))
-    return [
+    names = flat_ours.pop(PARAM_NAMES, []), flat_theirs.pop(PARAM_NAMES, [])
+    lines = [
         f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
         for key in flat_ours | flat_theirs
         if flat_ours.get(key) != flat_theirs.get(key)
     ]
+    return lines + ([] if names[0] == names[1] else [differing_param(*names)])
+
+
+def differing_param(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Return a line with the first parameter that differs between two lists of RunConfig.param_names."""
+    before = ""
+    for mine, other in zip_longest(ours, theirs):
+        if mine != other:
+            here = "none" if mine is None else repr(param_after(before, mine))
+            there = "none" if other is None else repr(param_after(before, other))
+            return f"the first parameter that differs: here {here}, in the run {there}"
+        before = param_after(before, mine)
+    raise AssertionError("the lists are equal")
+
+
+def param_after(before: str, entry: str) -> str:
+    """Return the parameter of an entry of RunConfig.param_names, given the parameter before it."""
+    shared, _, rest = entry.partition(":")
+    return before[: int(shared)] + rest if shared.isdecimal() and len(shared) < 10 else entry
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

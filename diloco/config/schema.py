@@ -66,6 +66,10 @@ class RunConfig(Section):
     params: str = ""
     """Identifies the trained parameters if your own training loop uses `diloco.Islands`, which
     fills it in."""
+    param_names: tuple[str, ...] = ()
+    """Names and shapes of the first of these parameters, each as the number of characters that it
+    shares with the one before, and the rest. `diloco.Islands` fills it in, so that an error can
+    name the first difference. Not part of the run's hash."""
     code_sha256: dict[str, str] = Field(default_factory=dict)
     """Hash of each file of own code, by import path. It is filled in when the run starts, and not
     part of the run's hash."""
@@ -106,7 +110,7 @@ class RunConfig(Section):
         """Hex digest of all values on which the islands must agree."""
         unset = {name for name in ("params", "stages") if not getattr(self, name)}
         unset |= {"order_seed"} if self.order_seed is None else set()
-        not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
+        not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256", "param_names"} | unset, True)
         not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
         not_agreed["model"] = self.model.later_defaults
         not_agreed["optimizer"] = {"balance"} if self.optimizer.balance == BalanceConfig() else set()

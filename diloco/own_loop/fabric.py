@@ -35,7 +35,7 @@ class IslandsCallback:
         *,
         tokens_per_step: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | str | Path | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
         """Create the callback. `tokens_per_step`: weight of a step on each rank, because Fabric

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
-from diloco.own_loop.saved_state import read_state, write_state
+from diloco.own_loop.saved_state import state_path, write_state
 from diloco.own_loop.schedules import Scheduler, skip_steps
 
 
@@ -38,9 +38,13 @@ class IslandsCallback(TrainerCallback):
         config: str | Path | Mapping[str, Any],
         overrides: Sequence[str] = (),
         *,
+        state: str | Path | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
-        """Create the callback. The arguments are those of `Islands`."""
+        """Create the callback. `state`: the checkpoint from which the trainer resumes, if it is not
+        checkpoint-STEP in its output folder. The other arguments are those of `Islands`.
+        """
+        self._state = state
         self._config = config
         self._buffers = buffers
         self._overrides = overrides
@@ -58,14 +62,14 @@ class IslandsCallback(TrainerCallback):
         lr_scheduler: Scheduler | None = None,
         **_: Any,
     ) -> None:
-        """Enter the run. If the trainer resumes from a checkpoint, use the outer loop's state in
-        it.
+        """Enter the run. If the trainer resumes from a checkpoint, use the outer loop's state in it.
+
+        Raises ConfigError on every rank if the checkpoint has none, rather than begin a new run.
         """
         assert model is not None, "a trainer has a model"
         if hasattr(self, "islands"):
             self.islands.close("the trainer begins again")  # An exception may have ended it, which no callback reports.
-        path = saved_path(args, state)
-        saved = read_state(path) if state.global_step and path.exists() else None
+        saved = (self._state or saved_path(args, state).parent) if state.global_step else None
         self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved, buffers=self._buffers)
         self._tokens_before = int(state.num_input_tokens_seen)
         self._saved = (-1, {})
@@ -155,4 +159,4 @@ def saved_path(args: TrainingArguments, state: TrainerState) -> Path:
     current step.
     """
     assert args.output_dir is not None, "TrainingArguments sets a default"
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"islands-{args.process_index}.safetensors"
+    return state_path(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.process_index)

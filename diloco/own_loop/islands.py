@@ -20,23 +20,22 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from diloco.config.check import check_entry
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import slow_down
 from diloco.island_rounds.of_all import IslandRounds
 from diloco.own_loop.model.buffers import OwnBuffers
-from diloco.own_loop.model.copies import check_ranks
-from diloco.own_loop.model.optimizers import Optimizers, as_list, with_moments
-from diloco.own_loop.model.params import trained_params
-from diloco.own_loop.model.ranks import count_tokens, find_ranks
-from diloco.own_loop.model.watch import ParamsWatch
+from diloco.own_loop.model.island_model import IslandModel
+from diloco.own_loop.model.masters import Masters
+from diloco.own_loop.model.optimizers import Optimizers
+from diloco.own_loop.model.params import Model
+from diloco.own_loop.model.ranks import count_tokens, find_ranks, on_every_rank
 from diloco.own_loop.network_watch import NetworkWatch
 from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
-from diloco.own_loop.saved_state import SavedState, parse_state
+from diloco.own_loop.saved_state import SavedState, check_same_save, load_state, state_path, write_state
 from diloco.participation import open_participation
 from diloco.records.kept_config import keep_config, replace_config
 from diloco.status.visitors import Equipment
@@ -56,39 +55,40 @@ class Islands:
     def __init__(
         self,
         config: str | Path | Mapping[str, Any],
-        model: nn.Module,
+        model: Model,
         optimizer: Optimizers = None,
         overrides: Sequence[str] = (),
         *,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | str | Path | None = None,
+        params: Masters | None = None,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
         """Enter the run. Blocks until the run's first islands are here, or until this island has
         taken another one's state.
 
         `config`: a YAML file, or a dict with the same content (`outer`, `island`, `name`, `seed`).
-        `overrides` are `section.key=value`. `optimizer` is only needed for `outer.moments`, and for
-        recording the learning rate. `state`: the result of `state_dict` on this rank; load the
-        model's own state first. `buffers`: "mean" or "donor" by the name of a buffer or a pattern
-        (docs/library.md). Raises ConfigError, InputError or OuterError.
+        `model`: the module, or a list of the parts that this rank holds. `overrides` are
+        `section.key=value`. `optimizer` is only needed for `outer.moments`, and for recording the
+        learning rate. `state`: the result of `state_dict` on this rank, or a folder of `save`; load
+        the model's own state first. `params`: fp32 masters of parameters that are not fp32.
+        `buffers`: "mean" or "donor" by the name of a buffer or a pattern (docs/library.md). Raises
+        ConfigError, InputError or OuterError.
         """
         read = read_config(config, overrides)
         check_entry(read.run, read.island)
-        params = trained_params(model)
-        self._watch = ParamsWatch(model)
-        self._device = str(next(model.parameters()).device)
-        self._ranks = find_ranks()
-        self._buffers = OwnBuffers(self._ranks, model, buffers)
-        described = check_ranks(self._ranks, params) + self._buffers.text
-        self.config: OwnLoopConfig = read.with_model(described, self._ranks.num_ranks)
-        self._optimizers = as_list(optimizer)
-        self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
-        self._params = self._buffers.beside(self._moments or params)
+        ranks = find_ranks()
+        saved = on_every_rank(ranks, lambda: load_state(state, ranks))
+        check_same_save(saved, ranks)
+        self._model = IslandModel(ranks, model, optimizer, params, read.model_rules(saved, ranks.num_ranks))
+        self._buffers = OwnBuffers(ranks, model, buffers)
+        self._ranks = ranks
+        description = self._model.description + self._buffers.text
+        self.config: OwnLoopConfig = read.with_model(description, ranks.num_ranks, self._model.names)
         self._has_unit = False
         with ExitStack() as stack:
             self._data = open_data(self.config, stack)
             self._open(stack)
-            self._begin(None if state is None else parse_state(state))
+            self._begin(saved)
             self._resources = stack.pop_all()
         # A process that ends announces it, so that the other islands need not detect it.
         atexit.register(self.close)
@@ -119,10 +119,9 @@ class Islands:
             self._outer.cursor.next_unit()
         self._has_unit = False
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
-        lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else 0.0
         loss = loss.item() if isinstance(loss, torch.Tensor) else loss
         sources = {} if self._data is None else self._data.take_sources()
-        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss, sources)
+        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, self._model.lr, loss, sources)
         self._events.landed_report = None
         self._rounds.step(tokens)
         if self._rounds.is_over:
@@ -228,7 +227,16 @@ class Islands:
         self._require_between_steps("state_dict")
         self._rounds.land_now()
         tensors, facts = self._outer.save()
-        return SavedState(facts, tensors, self._rounds.resume_point, self.config.run.hash).to_dict()
+        hash_and_ranks = self.config.run.hash, self._ranks.num_ranks
+        return SavedState(facts, tensors, self._rounds.resume_point, *hash_and_ranks).to_dict()
+
+    def save(self, folder: str | Path) -> None:
+        """Write `state_dict` of every rank into a folder, a file per rank, for `state=folder`.
+
+        Every rank must call it, at the times of `state_dict`. It returns when all files are written.
+        """
+        write_state(self.state_dict(), state_path(Path(folder), self._ranks.rank))
+        self._ranks.gather(None)
 
     def leave(self) -> None:
         """Announce that the island leaves the run, and free the network. Further calls do
@@ -271,9 +279,9 @@ class Islands:
             island,
             ranks,
             folder,
-            self._params,
-            Equipment("its own loop", self._device),
-            moments=self._moments,
+            self._buffers.beside(self._model.params),
+            Equipment("its own loop", self._model.device),
+            moments=self._model.moments,
             wait_for_corpus=lambda: corpus,
         )
         self._participation = stack.enter_context(opening)
@@ -320,7 +328,7 @@ class Islands:
         parameters.
         """
         try:
-            self._watch.require_same(self._ranks, self.round)
+            self._model.require_same(self.round)
         except ConfigError:
             self.close("the model's parameters have changed")
             raise

@@ -13,11 +13,13 @@ from diloco.config.check import check_index, check_network
 from diloco.config.own_code import provide_own_code
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
+from diloco.own_loop.model.island_model import ModelRules
+from diloco.own_loop.saved_state import SavedState
 
 SECTIONS = {"name", "seed", "order_seed", "data", "stages", "outer", "optimizer", "island", "islands"}
 OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
-    *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb"),
+    *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb", "masters"),
     *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
     *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public"),
 }
@@ -38,9 +40,9 @@ class OwnLoopConfig:
     has_data: bool = False
     """Whether the config names the text, for `diloco.data`."""
 
-    def with_model(self, params: str, num_ranks: int) -> "OwnLoopConfig":
-        """Return the config with the identifier of the model's parameters, and with the number of
-        the island's ranks.
+    def with_model(self, params: str, num_ranks: int, names: tuple[str, ...] = ()) -> "OwnLoopConfig":
+        """Return the config with the identifier of the model's parameters and their names, and with
+        the number of the island's ranks.
         """
         ranks = self.island.ranks
         if ranks not in (1, num_ranks):
@@ -48,8 +50,17 @@ class OwnLoopConfig:
                 f"island.ranks is {ranks}, and torch.distributed has {num_ranks} ranks, which all "
                 "belong to one island; leave island.ranks out"
             )
-        run = self.run.model_copy(update={"params": params})
+        run = self.run.model_copy(update={"params": params, "param_names": names})
         return replace(self, run=run, island=self.island.model_copy(update={"ranks": num_ranks}))
+
+    def model_rules(self, saved: SavedState | None, num_ranks: int) -> ModelRules:
+        """Return what the config, and the saved state if there is one, say about the model."""
+
+        def was_saved(description: str) -> bool:
+            return saved is not None and saved.run_hash == self.with_model(description, num_ranks).run.hash
+
+        averages_moments = self.run.outer.moments is not None
+        return ModelRules(averages_moments, self.island.masters, was_saved if saved is not None else None)
 
 
 def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> OwnLoopConfig:

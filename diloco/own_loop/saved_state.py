@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.runtime.progress import ResumePoint
 from inner.errors import InputError, refused
 from inner.huggingface.files import check_header
+from outer.space.ranks import RankGroup
 
 VERSION = 1
 KEY = "islands"
@@ -32,12 +33,20 @@ class SavedState:
     tensors: Mapping[str, Tensor]
     point: ResumePoint
     run_hash: str
+    num_ranks: int | None = None
+    """Number of ranks of the island; None in a state of an earlier version."""
+
+    @property
+    def digest(self) -> object:
+        """Digest of the committed state, which is the same on all ranks of one save."""
+        return self.facts.get("digest") if isinstance(self.facts, dict) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of plain values and copies of the tensors."""
         tensors = {name: values.clone() for name, values in self.tensors.items()}
         place = asdict(self.point)
-        return {"version": VERSION, "run": self.run_hash, "facts": self.facts, "tensors": tensors, "place": place}
+        kinds = {"version": VERSION, "run": self.run_hash, "ranks": self.num_ranks}
+        return kinds | {"facts": self.facts, "tensors": tensors, "place": place}
 
     def check(self, run_hash: str) -> None:
         """Raise ConfigError if the state belongs to a run with another hash."""
@@ -55,17 +64,69 @@ def parse_state(saved: Mapping[str, Any]) -> SavedState:
         if saved["version"] != VERSION:
             raise ConfigError(f"the saved state has version {saved['version']}; this program reads {VERSION}")
         tensors = {str(name): values for name, values in saved["tensors"].items() if isinstance(values, Tensor)}
-        return SavedState(saved["facts"], tensors, _POINT.validate_python(saved["place"]), str(saved["run"]))
+        point = _POINT.validate_python(saved["place"])
+        return SavedState(saved["facts"], tensors, point, str(saved["run"]), saved.get("ranks"))
     except (KeyError, TypeError, AttributeError, ValidationError) as error:
         raise ConfigError(
             f"`state` is not what Islands.state_dict returned ({type(error).__name__}: {error}); give this rank's"
         ) from None
 
 
+def load_state(state: Mapping[str, Any] | str | Path | None, ranks: RankGroup) -> SavedState | None:
+    """Return the state that was given to this rank: a dict, or the folder with a file per rank.
+
+    Raises ConfigError if the folder has no file for this rank, or one of an island of other ranks.
+    """
+    if state is None:
+        return None
+    where = "the saved state"
+    if isinstance(state, str | Path):
+        path = state_path(Path(state), ranks.rank)
+        where = str(path)
+        if not path.exists():
+            raise ConfigError(
+                f"{path} does not exist: the folder has no state of Islands for rank {ranks.rank}. Give a folder of "
+                "Islands.save of an island with as many ranks. Without `state` (with a trainer: load the checkpoint's "
+                "model and do not resume) the island takes the state of the others, or begins a new run if it is alone"
+            )
+        state = read_state(path)
+    saved = parse_state(state)
+    if saved.num_ranks not in (None, ranks.num_ranks):
+        raise ConfigError(
+            f"{where} is of an island of {saved.num_ranks} ranks, and this one has {ranks.num_ranks}: resume with as "
+            "many, or without `state`, so that the island takes the state of the others"
+        )
+    return saved
+
+
+def check_same_save(saved: SavedState | None, ranks: RankGroup) -> None:
+    """Raise ConfigError on every rank unless all ranks have states of one save. Every rank must
+    call it.
+    """
+    mine = None if saved is None else (saved.digest, saved.point)
+    for rank, other in enumerate(ranks.gather(mine)):
+        if other != mine:
+            raise ConfigError(
+                f"the saved states of ranks {rank} and {ranks.rank} of this island are not of one save; give each rank "
+                "the state that it saved last together with the others"
+            )
+
+
+def state_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's state in a folder of `Islands.save`."""
+    return folder / f"islands-{rank}.safetensors"
+
+
 def write_state(state: Mapping[str, Any], path: Path) -> None:
-    """Write the result of `Islands.state_dict` as a safetensors file."""
+    """Write the result of `Islands.state_dict` as a safetensors file, which is there whole or not at
+    all.
+    """
     rest = {key: value for key, value in state.items() if key != "tensors"}
-    save_file({name: values.contiguous() for name, values in state["tensors"].items()}, path, {KEY: json.dumps(rest)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    tensors = {name: values.contiguous() for name, values in state["tensors"].items()}
+    save_file(tensors, partial, {KEY: json.dumps(rest)})
+    partial.replace(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:

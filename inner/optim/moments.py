@@ -6,7 +6,7 @@ like its parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,16 +27,23 @@ class ParamsAndMoments:
     """
 
     specs: list[ParamSpec]
-    """The model's parameters, each of which has two moments."""
+    """The model's parameters, each of which has two moments unless `has_moments` is false."""
     slices: list[ParamSlice]
     """Slices of the parameters, then of the first moments, then of the second moments."""
 
-    def __init__(self, params: LocalParams, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        params: LocalParams,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Collection[str] | None = None,
+    ) -> None:
         """Create the moments. Every optimizer must be an AdamW, possibly quasi-hyperbolic, and not
         a wrapper around it.
+
+        `names`: the parameters of the whole model that have moments; None: all.
         """
         self._params = params
-        self.specs = params.specs
+        self.specs = [replace(spec, has_moments=names is None or spec.name in names) for spec in params.specs]
         self.slices = list(params.slices)
         self._moments: list[list[Tensor]] = []
         """Of each slice of moments, this rank's part of the state of each copy of its parameter."""
@@ -47,6 +54,8 @@ class ParamsAndMoments:
         """The same parts by the name of the parameter."""
         for kind in KINDS:
             for index, param_slice in enumerate(params.slices):
+                if names is not None and param_slice.name not in names:
+                    continue
                 self._states[param_slice.name] = [states[param] for param in params.copies(index)]
                 self.slices.append(replace(param_slice, name=f"{param_slice.name}@{kind}"))
                 kept = [state[kind] for state in self._states[param_slice.name]]
@@ -71,7 +80,7 @@ class ParamsAndMoments:
         number = index - len(self._params.slices)
         if number < 0:
             return self._params.matrix(index)
-        return self._moments[number][0].view(self.slices[index].shape)
+        return self._moments[number][0].reshape(self.slices[index].shape)
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all
@@ -86,7 +95,7 @@ class ParamsAndMoments:
             f"{target.name}: got values of shape {tuple(values.shape)}, need {target.shape}"
         )
         for moment in self._moments[number]:
-            moment.view(target.shape).copy_(values, non_blocking=True)
+            moment.copy_(values.view(moment.shape), non_blocking=True)
 
     def live(self, index: int) -> Tensor | None:
         """Return slice `index` itself, to be written in place, or None if that is not possible (see

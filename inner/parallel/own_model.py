@@ -22,6 +22,7 @@ Requirements:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,7 @@ from inner.model.sizes import OwnModel
 from inner.model.stage import Stage
 from inner.model.transformer import Transformer
 from inner.parallel.layout_check import check_whole_weights
-from inner.param_spec import ParamSpec
+from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams
 
 KEY = "model.name"
@@ -111,13 +112,24 @@ def initialise_own_model(params: LocalParams, model: nn.Module, seed: int) -> No
     normal_of = getattr(model, "normal_of", _normal_of)
     for index, held in enumerate(params.slices):
         mean, std = normal_of(held.name)
-        values = torch.zeros(held.shape)
-        num_cols = specs[held.name].matrix_shape[1]
-        if std > 0:
-            fill_normal(values, f"{seed}/{held.name}", held.rows[0], held.cols[0], num_cols, std)
+        values = _draw(specs[held.name], held, seed, std) if std > 0 else torch.zeros(held.shape)
         params.write(index, values + mean)
     if hasattr(model, "fill_buffers"):
         cast(Any, model).fill_buffers()
+
+
+def _draw(spec: ParamSpec, held: ParamSlice, seed: int, std: float) -> Tensor:
+    """Return the normal values of a slice. They are drawn by indices of the first dimension, of which
+    each has several rows if the parameter has more than two dimensions.
+    """
+    rows_per_draw = prod(spec.shape[1:-1])
+    num_cols = spec.matrix_shape[1]
+    first = held.rows[0] // rows_per_draw
+    end = -(-held.rows[1] // rows_per_draw)
+    drawn = torch.empty(end - first, rows_per_draw * num_cols)
+    fill_normal(drawn, f"{seed}/{held.name}", first, 0, rows_per_draw * num_cols, std)
+    skipped = first * rows_per_draw
+    return drawn.view(-1, num_cols)[held.rows[0] - skipped : held.rows[1] - skipped, slice(*held.cols)]
 
 
 def own_model_loss(model: nn.Module, batch: MicroBatch) -> Tensor:

@@ -74,8 +74,13 @@ def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[Tensor
     all_specs: list[TensorSpec] = list(specs)
     params = specs_of(specs, "params")
     for kind, _ in list_moments(config):
-        all_specs += [NamedShape(name_of_kind(spec.name, kind), tuple(spec.shape)) for spec in params]
+        all_specs += [NamedShape(name_of_kind(s.name, kind), tuple(s.shape)) for s in params if has_moments(s)]
     return all_specs
+
+
+def has_moments(spec: TensorSpec) -> bool:
+    """Return whether the moments of a parameter are averaged if the run averages moments."""
+    return getattr(spec, "has_moments", True)
 
 
 def name_of_kind(name: str, kind: TensorKind) -> str:
@@ -123,9 +128,11 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
         coarse = tuple(name for name in shapes if name not in fine)
         groups += [PartGroup(coarse, fragment)] if coarse else []
         groups += [PartGroup(fine, fragment, is_fine=True)] if fine else []
+        averaged = [spec.name for spec in params if spec.name in names and has_moments(spec)]
         groups += [
-            PartGroup(tuple(name_of_kind(name, kind) for name in shapes), fragment, kind=kind, period=period)
+            PartGroup(tuple(name_of_kind(name, kind) for name in averaged), fragment, kind=kind, period=period)
             for kind, period in list_moments(config)
+            if averaged
         ]
         groups += [PartGroup(buffers[fragment], fragment, kind="buffer")] if buffers[fragment] else []
     donors = tuple(spec.name for spec in specs_of(specs, "donor_buffer"))

@@ -8,13 +8,15 @@ On 512 ranks a model of 70B parameters has 370,000 slices, so they are rows of a
 
 from collections.abc import Sequence
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from outer.errors import InputError
-from outer.space.layout import SliceBounds, Space, matrix_cols
+from outer.space.layout import SliceBounds, Space, matrix_shape
+
+MOST_NAMED = 4
+"""Most rectangles, and ranks of one, that an error names."""
 
 
 class Rectangle(NamedTuple):
@@ -108,7 +110,7 @@ def _find_distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def check_coverage(space: Space, holdings: Holdings) -> None:
     """Raise InputError unless the rectangles cover the model exactly once."""
-    sizes = np.array([(prod(shape[:1]), matrix_cols(shape)) for shape in space.shapes.values()], np.int64)
+    sizes = np.array([matrix_shape(shape) for shape in space.shapes.values()], np.int64).reshape(-1, 2)
     name, r0, r1, c0, c1 = holdings.rectangles.T
     areas = _sum_by_name(name, (r1 - r0) * (c1 - c0), len(sizes))
     # The outline consists of the points that are a corner of an odd number of rectangles. If these
@@ -126,9 +128,21 @@ def check_coverage(space: Space, holdings: Holdings) -> None:
         first = int(is_wrong.argmax())
         raise InputError(
             f"the island's ranks do not hold {space.names[first]!r} exactly once: it has {wanted[first]} elements, "
-            f"their slices {areas[first]}; the mesh must split it into slices that do not overlap, replicas as equal "
-            "ones"
+            f"their slices {areas[first]} ({_describe_holders(holdings, first)}); the mesh must split it into slices "
+            "that do not overlap, replicas as equal ones"
         )
+
+
+def _describe_holders(holdings: Holdings, name: int) -> str:
+    """Return in words who holds the first rectangles of a name."""
+    found = np.flatnonzero(holdings.rectangles[:, 0] == name).tolist()
+    texts = []
+    for index in found[:MOST_NAMED]:
+        _, rows, cols = holdings.rectangle(index)
+        holders = holdings.holders(index)
+        ranks = ", ".join(map(str, holders[:MOST_NAMED])) + (", ..." if len(holders) > MOST_NAMED else "")
+        texts.append(f"rank {ranks}: rows {rows[0]} to {rows[1]}, columns {cols[0]} to {cols[1]}")
+    return "; ".join(texts + (["..."] if len(found) > MOST_NAMED else [])) or "no rank holds any of it"
 
 
 def _sum_by_name(names: np.ndarray, values: np.ndarray, num_names: int) -> np.ndarray:

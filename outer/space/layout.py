@@ -53,7 +53,7 @@ class TensorSpec(Protocol):
 
 
 class SliceBounds(Protocol):
-    """Bounds of the rectangle of a parameter, as a matrix (shape[0], rest), that a rank holds."""
+    """Bounds of the rectangle of a parameter, as a matrix (matrix_shape), that a rank holds."""
 
     @property
     def name(self) -> str: ...
@@ -279,9 +279,16 @@ def part_length(num_elements: int, part_elements: int, block_elements: int, num_
     return max(blocks, 1) * block_elements
 
 
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of a parameter seen as a matrix: (all dimensions but the last, the
+    last), (n, 1) for a 1-D parameter, (1, 1) for a 0-d parameter.
+    """
+    return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
+
+
 def matrix_cols(shape: tuple[int, ...]) -> int:
-    """Return the number of columns of a parameter seen as a matrix (shape[0], rest)."""
-    return prod(shape[1:])
+    """Return the number of columns of a parameter seen as a matrix."""
+    return matrix_shape(shape)[1]
 
 
 def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

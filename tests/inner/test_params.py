@@ -1,13 +1,22 @@
 """Slices are read and written in place, also uneven and empty ones. tests/parity tests their union."""
 
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from inner.mesh import Degrees
+from inner.param_spec import ParamSlice
 from inner.params import LocalParams
+from outer.space.holdings import Holdings, RankSlices, check_coverage, pack_slices
+from outer.space.layout import Space, matrix_shape
 from tests.harness import run_ranks
 from tests.inner.small import SIZES, batch, build_trainer, share, whole_model
 
@@ -70,7 +79,50 @@ def test_a_number_and_a_transposed_matrix_are_read_and_written() -> None:
     assert model.scale.item() == 7.0 and bool((model.turned == 7.0).all())
 
 
-def test_a_view_is_limited_to_the_named_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    params = LocalParams(model, [model], names={"1.weight", "0.bias"})
-    assert [spec.name for spec in params.specs] == ["0.bias", "1.weight"] == [held.name for held in params.slices]
+def test_a_view_of_tensors_has_the_names_of_the_whole_and_the_slices_of_this_rank() -> None:
+    shapes = {"a": (2, 3), "b": (4,)}
+    params = LocalParams.of_tensors(shapes, {"b": [nn.Parameter(torch.ones(4))]})
+    assert [(spec.name, spec.shape) for spec in params.specs] == list(shapes.items())
+    assert params.slices == [ParamSlice("b", (0, 4), (0, 1))]
+
+
+PLACEMENTS = [
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(2)),
+    (Shard(1), Shard(1)),
+    (Shard(2), Replicate()),
+    (Replicate(), Shard(1)),
+]
+STRIDED = [
+    (_StridedShard(0, split_factor=2), Shard(0)),
+    (_StridedShard(1, split_factor=2), Shard(1)),
+    (_StridedShard(0, split_factor=2), Replicate()),
+    (_StridedShard(2, split_factor=3), Shard(1)),
+]
+EVEN = (4, 8, 12)
+SHARDED = [*product([EVEN, (3, 5, 7), (1, 8, 2), (2, 3, 4, 5)], PLACEMENTS), *product([EVEN], STRIDED)]
+"""torch distributes by strided shards only if all of them are equally large."""
+
+
+def sharded_on_a_rank(rank: int) -> None:
+    """The slices of each placement hold the right values, cover the parameter once, and are written in place."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for shape, places in SHARDED:
+        whole = torch.arange(float(prod(shape))).view(shape)
+        tensor = nn.Parameter(distribute_tensor(whole, mesh, places))
+        params = LocalParams.of_tensors({"w": shape}, {"w": [tensor]})
+        matrix = whole.view(matrix_shape(shape))
+        for index, held in enumerate(params.slices):
+            assert torch.equal(params.read(index), matrix[slice(*held.rows), slice(*held.cols)]), (shape, places)
+            params.write(index, -params.read(index))
+            live = params.live(index)
+            assert live is None or torch.equal(live, params.read(index))
+        assert torch.equal(tensor.full_tensor(), -whole), (shape, places)
+        space = Space(params.specs, whole.numel())
+        packed: list[RankSlices] = [pack_slices([])] * 4
+        dist.all_gather_object(packed, pack_slices(params.slices))
+        check_coverage(space, Holdings(space, packed))
+
+
+def test_shards_of_any_dimension_are_read_written_and_cover_the_parameter() -> None:
+    run_ranks(sharded_on_a_rank, 4)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from typing import TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from outer.network.endpoints import Endpoint, Tag
 from outer.network.event_loop import EventLoopThread
 from outer.report import LoopSettings, RoundReport
 from outer.rounds.agreed import AgreedAverager
+from outer.space.layout import matrix_shape
 from outer.space.ranks import RankGroup
 from outer.state.pseudo_gradient import Contribution
 from outer.transports.base import Transport
@@ -80,9 +80,8 @@ class FakeParams:
 
 
 def as_matrix(values: torch.Tensor) -> torch.Tensor:
-    """(shape[0], rest), as the canonical space sees a parameter."""
-    shape = tuple(values.shape)
-    return values.reshape(prod(shape[:1]), prod(shape[1:]))
+    """As the canonical space sees a parameter."""
+    return values.reshape(matrix_shape(tuple(values.shape)))
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Random ways to spread a small model over the ranks of an island."""
 
 import random
-from math import prod
 
+from outer.space.layout import matrix_shape
 from tests.outer.islands import Held
 
 SHAPES = {"embed": (13, 6), "scale": (7,), "conv": (3, 2, 5), "bias": (), "head": (6, 11), "none": (0, 4)}
@@ -27,7 +27,8 @@ def random_layout(seed: int, num_ranks: int) -> Layout:
     holding = num_ranks - 1 if num_ranks > 1 and seed % 4 == 0 else num_ranks
     layout: Layout = [[] for _ in range(num_ranks)]
     for name, shape in SHAPES.items():
-        for tile in tiles(rng, name, (0, prod(shape[:1])), (0, prod(shape[1:])), rng.randrange(4)):
+        num_rows, num_cols = matrix_shape(shape)
+        for tile in tiles(rng, name, (0, num_rows), (0, num_cols), rng.randrange(4)):
             for rank in rng.sample(range(holding), rng.randint(1, holding)):
                 layout[rank].append(tile)
     return layout

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from diloco.errors import ConfigError
-from diloco.own_loop.model.params import unwrap
-from diloco.own_loop.model.ranks import check_same
+from diloco.own_loop.model.names import clean_name, merge_orders
+from diloco.own_loop.model.params import Model, parts_of
+from diloco.own_loop.model.ranks import WHOLE_MODEL, on_every_rank
 from diloco.runtime.buffer_watch import BufferWatch
 from inner.model.buffers import Buffer, BufferKind, ParamsView, all_buffers, with_buffers
+from inner.param_spec import ParamSpec
+from outer.space.fragments import plain_name
 from outer.space.ranks import RankGroup
 
 KINDS: Mapping[str, BufferKind] = {"mean": "buffer", "donor": "donor_buffer"}
@@ -27,27 +29,46 @@ CURE = 'give Islands their names, as in buffers={"*.running_mean": "mean"} (docs
 class OwnBuffers:
     """The named buffers of a model, and a watch over its other ones."""
 
-    def __init__(self, ranks: RankGroup, model: nn.Module, named: Mapping[str, str] | None) -> None:
+    def __init__(self, ranks: RankGroup, model: Model, named: Mapping[str, str] | None) -> None:
         """Find the buffers that `named` names, by full names or patterns such as `*.running_mean`, with
-        "mean" or "donor" for each. Every rank must call it. Raises ConfigError.
+        "mean" or "donor" for each. Every rank must call it. Raises ConfigError on every rank.
         """
-        inner = unwrap(model)
-        found = all_buffers(inner)
-        _require_found(found, named or {})
-        chosen = [_choose(buffer, named or {}) for buffer in found]
+        found = [
+            replace(buffer, name=clean_name(buffer.name)) for part in parts_of(model) for buffer in all_buffers(part)
+        ]
+        _require_found(ranks, found, named or {})
+        chosen = on_every_rank(ranks, lambda: [_choose(buffer, named or {}) for buffer in found])
         self._held = [buffer for buffer in chosen if buffer is not None]
-        specs = [(buffer.spec.name, buffer.spec.shape) for buffer in self._held]
+        self._specs = _gather_specs(ranks, [buffer.spec for buffer in self._held])
+        specs = [(spec.name, spec.shape) for spec in self._specs]
         digest = hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16]
         self.text = f"; {len(specs)} buffers, sha256 of names and shapes {digest}" if specs else ""
         """Differs between models whose named buffers differ; empty without any."""
-        check_same(ranks, self.text, "what `buffers` names of the model")
         others = [buffer for buffer, choice in zip(found, chosen, strict=True) if choice is None]
         self.watch = BufferWatch(others, CURE)
         """Tells of other buffers that change."""
 
     def beside(self, params: ParamsView) -> ParamsView:
         """Return a view of the parameters and of the named buffers."""
-        return with_buffers(params, [buffer.spec for buffer in self._held], self._held)
+        return with_buffers(params, self._specs, self._held)
+
+
+def _gather_specs(ranks: RankGroup, mine: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """Return the specs of the named buffers of all ranks, in one order. Every rank must call it.
+
+    Raises ConfigError on every rank if two ranks have one name for buffers of different shapes.
+    """
+    by_rank: list[dict[str, tuple[int, ...]]] = ranks.gather({spec.name: spec.shape for spec in mine})
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, theirs in enumerate(by_rank):
+        for name, shape in theirs.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise ConfigError(
+                    f"buffers: rank {rank} of this island holds {plain_name(name)!r} with the shape {shape}, and "
+                    f"another rank with {shapes[name]}. {WHOLE_MODEL}"
+                )
+    order = merge_orders([list(theirs) for theirs in by_rank])
+    return [ParamSpec(name, shapes[name]) for name in order]
 
 
 def _choose(buffer: Buffer, named: Mapping[str, str]) -> Buffer | None:
@@ -84,9 +105,14 @@ def _find_problem(buffer: Buffer, how: str) -> str:
     return ""
 
 
-def _require_found(buffers: Sequence[Buffer], named: Mapping[str, str]) -> None:
-    """Raise ConfigError for a name that no buffer has."""
-    names = [buffer.name for buffer in buffers]
+def _require_found(ranks: RankGroup, buffers: Sequence[Buffer], named: Mapping[str, str]) -> None:
+    """Raise ConfigError on every rank for a name that no buffer has, or that not all ranks give. Every
+    rank must call it.
+    """
+    for rank, theirs in enumerate(ranks.gather(sorted(named.items()))):
+        if theirs != sorted(named.items()):
+            raise ConfigError(f"buffers: rank {rank} of this island names {theirs}, and another rank {dict(named)}")
+    names = [name for theirs in ranks.gather([buffer.name for buffer in buffers]) for name in theirs]
     for pattern in named:
         if not any(fnmatchcase(name, pattern) for name in names):
             there = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "") or "none"

@@ -2,44 +2,80 @@
 `outer.moments`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from diloco.errors import ConfigError
+from diloco.own_loop.model.ranks import on_every_rank
 from inner.optim.moments import ParamsAndMoments
 from inner.params import LocalParams
+from outer.space.ranks import RankGroup
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def with_moments(params: LocalParams, optimizers: Optimizers) -> ParamsAndMoments:
-    """Return the parameters with AdamW's moments, for `outer.moments`.
+def with_moments(params: LocalParams, optimizers: Optimizers, ranks: RankGroup | None = None) -> ParamsAndMoments:
+    """Return the parameters with the moments of those that AdamW steps, for `outer.moments`.
 
-    Raises ConfigError for other optimizers and for optimizers that have made a step.
+    Every rank must call it; without `ranks` this process is alone. Raises ConfigError on every rank
+    without AdamW, and for an AdamW that has made a step.
     """
-    found = as_list(optimizers)
-    if not found or any(type(optimizer) is not torch.optim.AdamW for optimizer in found):
-        got = ", ".join(type(optimizer).__name__ for optimizer in found) or "none"
+    ranks = ranks or RankGroup()
+    adam, stepped = on_every_rank(ranks, lambda: find_adam(params, optimizers))
+    names: set[str] = set().union(*ranks.gather(stepped))
+    if not names:
+        got = ", ".join(type(optimizer).__name__ for optimizer in as_list(optimizers)) or "none"
         raise ConfigError(f"outer.moments averages the moments of torch.optim.AdamW; got the optimizers: {got}")
-    if any(optimizer.state for optimizer in found):
+    return ParamsAndMoments(params, adam, names)
+
+
+def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[list[torch.optim.AdamW], set[str]]:
+    """Return this rank's AdamW optimizers, and the names of the parameters that they step. Raises ConfigError."""
+    found = as_list(optimizers)
+    adam = [optimizer for optimizer in found if type(optimizer) is torch.optim.AdamW]
+    if any(optimizer.state for optimizer in adam):
         raise ConfigError(
             "outer.moments: create Islands before the optimizer's first step, and load its state afterwards"
         )
-    held = {param for optimizer in found for group in optimizer.param_groups for param in group["params"]}
-    trained = [param for index in range(len(params.slices)) for param in params.copies(index)]
-    if any(param not in held for param in trained):
-        raise ConfigError("outer.moments: the optimizers do not hold all parameters that require gradients")
-    return ParamsAndMoments(params, found)
+    stepped = params_in(adam)
+    held = params_in(found)
+    names: set[str] = set()
+    for index, part in enumerate(params.slices):
+        copies = params.copies(index)
+        if any(param not in held for param in copies):
+            raise ConfigError(
+                f"outer.moments: the optimizers do not hold all parameters that require gradients: {part.name!r} is in "
+                "none; pass all optimizers"
+            )
+        if all(param in stepped for param in copies):
+            names.add(part.name)
+    return adam, names
+
+
+def params_in(optimizers: Sequence[torch.optim.Optimizer]) -> set[torch.Tensor]:
+    return {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers without the wrappers that accelerate and Fabric put around them."""
+    """Return the optimizers without the containers and wrappers of trainers, accelerate and Fabric."""
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers or []
-    return [innermost(optimizer) for optimizer in given]
+    return [inside for optimizer in given for inside in unpack(innermost(optimizer))]
+
+
+def unpack(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a container, which is one itself and has them as `optimizers`."""
+    inside = getattr(optimizer, "optimizers", None)
+    return as_list(list(inside)) if isinstance(inside, Iterable) else [optimizer]
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inside
     return optimizer
+
+
+def learning_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Return the learning rate of the first group that has one, 0 without any."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return next((float(group["lr"]) for group in groups if "lr" in group), 0.0)

@@ -1,19 +1,22 @@
 """The ranks of one island whose processes were started by another program."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ConfigError
 from outer.space.ranks import RankGroup
 
+T = TypeVar("T")
 GROUP_SECONDS = 1800.0
 """Time limit of collectives among the ranks. Waits for other islands have their own deadlines."""
 WHOLE_MODEL = (
-    "Every rank must hold a shard or a copy of each parameter (DDP, FSDP2, tensor parallel by DTensors), and copies "
-    "must be equal; pipeline stages of your own, of which each rank holds some parameters, cannot be averaged: use "
-    "`diloco train` with island.mesh.pp"
+    "Ranks may hold different parameters (stages of a pipeline), shards (FSDP2, tensor or expert parallel by DTensors) "
+    "or equal copies (DDP), under the names of the whole model: number the layers of a stage as in the whole model, "
+    "shard by DTensors, and begin from equal copies"
 )
 """Part of an error message about what the ranks of an island must hold."""
 
@@ -40,15 +43,21 @@ def find_ranks() -> RankGroup:
     return RankGroup(group, background)
 
 
-def check_same(ranks: RankGroup, value: str, what: str) -> None:
-    """Raise ConfigError on every rank if a value is not the same on all of them. Every rank must
-    call it.
+def on_every_rank(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """Return what `work` returns on this rank. If it raises ConfigError on any rank, raise that on
+    all of them, because the others would wait for it. Every rank must call it.
     """
-    found = ranks.gather(value)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            values = f"{found[0]} on rank 0, {other} on {rank}"
-            raise ConfigError(f"{what} differs between the ranks of this island: {values}. {WHOLE_MODEL}")
+    result: list[T] = []
+    problem = ""
+    try:
+        result.append(work())
+    except ConfigError as error:
+        problem = str(error)
+    for rank, text in enumerate(ranks.gather(problem)):
+        if text:
+            where = f"rank {rank} of this island: " if ranks.num_ranks > 1 else ""
+            raise ConfigError(where + text)
+    return result[0]
 
 
 def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:

@@ -1,10 +1,11 @@
 """Check that a model still has the parameters that it had when its island entered the run."""
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from diloco.errors import ConfigError
-from diloco.own_loop.model.params import unwrap
+from diloco.own_loop.model.names import clean_name
+from diloco.own_loop.model.params import Model, parts_of
 from outer.space.ranks import RankGroup
 
 NAMED = 4
@@ -16,7 +17,7 @@ class ParamsWatch:
     new parameters.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._trained = {name: param for name, param in params_of(model).items() if param.requires_grad}
         self._kinds = {name: kind(param) for name, param in self._trained.items()}
@@ -58,15 +59,18 @@ class ParamsWatch:
         return changes
 
 
-def params_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by their names in the innermost module. With FSDP2 they are the
-    shards.
-    """
-    inner = unwrap(model)
-    for module in inner.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # After an evaluation the module may still hold gathered parameters.
-    return dict(inner.named_parameters())
+def params_of(model: Model) -> dict[str, Tensor]:
+    """Return all parameters of this rank's parts by name. With FSDP2 they are the shards."""
+    params: dict[str, Tensor] = {}
+    for number, part in enumerate(parts_of(model)):
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # After an evaluation the module may still hold gathered parameters.
+        for full_name, param in part.named_parameters():
+            name = clean_name(full_name)
+            # Two parts may have copies of one parameter.
+            params[name if name not in params else f"{name} of part {number}"] = param
+    return params
 
 
 def kind(param: Tensor) -> str:

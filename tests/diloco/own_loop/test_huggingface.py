@@ -69,6 +69,14 @@ def test_a_trainer_that_resumes_goes_on_where_it_was(tmp_path: Path) -> None:
     assert resumed.islands.digest == whole.islands.digest
 
 
+def test_a_trainer_that_resumes_without_the_state_of_islands_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "broken", max_steps=4)
+    checkpoint = tmp_path / "broken" / "checkpoint-3"
+    (checkpoint / "islands-0.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"islands-0\.safetensors does not exist: .* load the checkpoint's model"):
+        train(tmp_path, "broken", resume=str(checkpoint))
+
+
 class SaveAt(TrainerCallback):
     """Asks for a checkpoint behind the callback of the islands."""
 

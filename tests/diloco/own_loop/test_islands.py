@@ -172,11 +172,11 @@ def test_what_fsdp2_has_gathered_for_an_evaluation_is_no_other_parameter(tmp_pat
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 4)], ids=["other shapes", "other values"])
-def test_pipeline_stages_on_ranks_of_their_own_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
+def test_stages_that_are_numbered_from_0_on_each_rank_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
     def work(config: Config, index: int) -> None:
         dist.init_process_group("gloo")
         torch.manual_seed(dist.get_rank())
-        with pytest.raises(ConfigError, match="pipeline stages of your own"):
+        with pytest.raises(ConfigError, match=r"of this island hold .*'weight'.* with different"):
             Islands(own_config(config, index), nn.Linear(4, sizes[dist.get_rank()]))
 
     with swarm(tmp_path, islands=[{"ranks": 2}]) as made:
@@ -224,7 +224,7 @@ def test_the_ten_lines_on_our_own_model_give_the_digests_of_diloco_train(tmp_pat
     assert len(digests[0]) == 3 and digests[0] == digests[1]
 
 
-def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_both_descriptions_and_the_first_difference(tmp_path: Path) -> None:
     def work(config: Config, index: int) -> None:
         if index == 0:
             Islands(own_config(config, index), small_model())
@@ -238,6 +238,8 @@ def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None
         assert second.wait() == [1]
         assert "params: here '2 parameters with 5 elements" in second.log
         assert "in the run '4 parameters with 49 elements" in second.log
+        different = "the first parameter that differs: here 'weight [1, 4]', in the run '0.weight [8, 4]'"
+        assert different in second.log
 
 
 def test_the_view_looks_through_compiled_models() -> None:

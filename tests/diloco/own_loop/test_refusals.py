@@ -11,11 +11,15 @@ from torch import nn
 
 import diloco
 from diloco.errors import ConfigError
+from diloco.own_loop.model.island_model import IslandModel, ModelRules
 from diloco.own_loop.model.optimizers import with_moments
-from diloco.own_loop.model.params import trained_params
+from diloco.own_loop.model.params import describe, hold_params, trained_params
 from diloco.own_loop.run_config import read_config
-from diloco.own_loop.saved_state import parse_state
+from diloco.own_loop.saved_state import parse_state, read_state, state_path, write_state
+from outer.space.ranks import RankGroup
+from tests.swarm import read_records
 
+TOKENS_10 = ["optimizer.tokens_per_step=10"]
 ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "start_islands": 1}}
 
 
@@ -100,8 +104,34 @@ def test_moments_of_other_optimizers_are_refused() -> None:
     params = trained_params(model)
     with pytest.raises(ConfigError, match="got the optimizers: SGD"):
         with_moments(params, torch.optim.SGD(model.parameters()))
-    with pytest.raises(ConfigError, match="do not hold all parameters"):
+    with pytest.raises(ConfigError, match="do not hold all parameters that require gradients: 'bias' is in none"):
         with_moments(params, torch.optim.AdamW([model.weight]))
+
+
+class Container(torch.optim.Optimizer):
+    """Some optimizers as one, as trainers have them."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        super().__init__(params, {})
+
+
+def test_of_several_optimizers_in_a_container_only_adamws_moments_are_averaged(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([model.weight], lr=0.5), torch.optim.AdamW([model.bias])]
+    config = {"outer": ALONE["outer"] | {"moments": [1, 1]}, "island": {"run_dir": str(tmp_path)}}
+    with diloco.Islands(config, model, Container(optimizers)) as islands:
+        while not islands.is_over:
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            islands.step(tokens=1)
+        assert "; 1 with moments, sha256 of names" in islands.config.run.params
+    assert not optimizers[0].state
+    assert optimizers[1].state[model.bias]["step"] == 2
+    records = read_records(tmp_path / "run" / "island-0" / "metrics.jsonl")
+    assert [each["lr"] for each in records if each["kind"] == "step"] == [0.5, 0.5]
 
 
 def test_a_process_of_several_without_torch_distributed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +144,45 @@ def test_a_process_of_several_without_torch_distributed_is_refused(monkeypatch: 
 def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not what Islands.state_dict returned|has version 9"):
         parse_state(state)
+
+
+def test_a_saved_folder_that_has_no_state_of_this_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"islands-0\.safetensors does not exist: .* state of Islands for rank 0"):
+        diloco.Islands(ALONE, nn.Linear(2, 2), state=tmp_path)
+
+
+def test_a_saved_folder_goes_on_only_with_as_many_ranks(tmp_path: Path) -> None:
+    with alone(tmp_path / "run") as islands:
+        islands.step(tokens=10)
+        islands.save(tmp_path / "saved")
+        steps, digest = islands.steps, islands.digest
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["islands-0.safetensors"]
+    config = {"outer": ALONE["outer"], "island": {"run_dir": str(tmp_path / "other")}}
+    with diloco.Islands(config, nn.Linear(2, 2), state=tmp_path / "saved", overrides=TOKENS_10) as islands:
+        assert (islands.steps, islands.digest) == (steps, digest)
+    path = state_path(tmp_path / "saved", 0)
+    write_state(read_state(path) | {"ranks": 2}, path)
+    with pytest.raises(ConfigError, match="is of an island of 2 ranks, and this one has 1: resume with as many"):
+        diloco.Islands(config, nn.Linear(2, 2), state=tmp_path / "saved", overrides=TOKENS_10)
+
+
+class Recomputed(nn.Module):
+    """A layer whose name has a word of torch's wrapper for recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = nn.Linear(2, 2)
+
+
+def test_a_state_with_the_names_of_wrappers_is_read(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"10": Recomputed(), "2": nn.Linear(2, 2)})
+    before, _ = hold_params(RankGroup(), model, as_before=True)
+    config = {"outer": ALONE["outer"], "island": {"run_dir": str(tmp_path / "one")}}
+    with diloco.Islands(config, model) as islands:
+        assert islands.config.run.params == describe(trained_params(model).specs) != describe(before.specs)
+    rules = ModelRules(was_saved=lambda description: description == describe(before.specs))
+    assert IslandModel(RankGroup(), model, None, None, rules).description == describe(before.specs)
+    assert before.specs[0].name == "10._checkpoint_wrapped_module.weight"
 
 
 def alone(tmp_path: Path, **outer: Any) -> diloco.Islands:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outer.space.carriers import assign_carriers, count_overlaps
 from outer.space.holdings import Holdings, pack_slices
-from outer.space.layout import Space
+from outer.space.layout import Space, matrix_shape
 from tests.outer.islands import Held, Spec
 from tests.outer.layouts import SHAPES, Layout, four_tiles, random_layout
 
@@ -24,7 +24,7 @@ def find_carriers_by_element(space: Space, layout: Layout) -> list[int]:
     for rank, slices in enumerate(layout):
         for held in slices:
             shape, start = space.shapes[held.name], space.offsets[held.name]
-            matrix = holds[rank, start : start + prod(shape)].reshape(prod(shape[:1]), prod(shape[1:]))
+            matrix = holds[rank, start : start + prod(shape)].reshape(matrix_shape(shape))
             matrix[slice(*held.rows), slice(*held.cols)] = True
     loads, carriers = [0] * len(layout), []
     for part in space.parts:

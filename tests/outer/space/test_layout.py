@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outer.codecs.choice import build_space
 from outer.config import OuterConfig
-from outer.space.layout import Space, part_length, rectangles
+from outer.space.layout import Space, matrix_shape, part_length, rectangles
 from tests.outer.islands import Held, Spec
 
 SHAPES = st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple)
@@ -23,7 +23,7 @@ def matrix_of(space: Space, name: str) -> torch.Tensor:
     """The parameter as a matrix whose values are its indices in the flat vector."""
     shape = space.shapes[name]
     values = torch.arange(prod(shape)) + space.offsets[name]
-    return values.view(prod(shape[:1]), prod(shape[1:]))
+    return values.view(matrix_shape(shape))
 
 
 def bounds(draw: st.DrawFn, size: int) -> tuple[int, int]:
@@ -35,14 +35,14 @@ def held_slices(draw: st.DrawFn) -> tuple[Space, Held]:
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
     space = Space(specs_of(shapes), draw(st.integers(1, 40)), draw(st.integers(1, 7)))
     index = draw(st.integers(0, len(shapes) - 1))
-    rows, cols = prod(shapes[index][:1]), prod(shapes[index][1:])
+    rows, cols = matrix_shape(shapes[index])
     return space, Held(f"p{index}", bounds(draw, rows), bounds(draw, cols))
 
 
 @given(shape=SHAPES, start=st.integers(-5, 230), stop=st.integers(-5, 230))
 @settings(max_examples=200, deadline=None)
 def test_rectangles_cover_a_range_exactly_once_and_in_order(shape: tuple[int, ...], start: int, stop: int) -> None:
-    matrix = torch.arange(prod(shape)).view(prod(shape[:1]), prod(shape[1:]))
+    matrix = torch.arange(prod(shape)).view(matrix_shape(shape))
     found = list(rectangles(start, stop, shape))
     covered = [i for rows, cols in found for i in matrix[slice(*rows), slice(*cols)].flatten().tolist()]
     assert covered == list(range(max(start, 0), min(stop, prod(shape))))
