@@ -270,7 +270,7 @@ def _divide(size: int, splits: tuple[Split, ...]) -> list[HeldRange]:
     numbers = np.arange(size)
     for placement, num_ranks, rank in splits:
         # A strided shard has a piece of each of `split_factor` chunks.
-        num_chunks = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        num_chunks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         chunks = [_chunk(numbers, num_chunks, number) for number in range(num_chunks)]
         numbers = np.concatenate([_chunk(chunk, num_ranks, rank) for chunk in chunks])
     if not len(numbers):

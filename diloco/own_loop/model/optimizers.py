@@ -30,7 +30,7 @@ def with_moments(params: LocalParams, optimizers: Optimizers, ranks: RankGroup |
     return ParamsAndMoments(params, adam, names)
 
 
-def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[list[torch.optim.AdamW], set[str]]:
+def find_adam(params: LocalParams, optimizers: Optimizers) -> tuple[Sequence[torch.optim.Optimizer], set[str]]:
     """Return this rank's AdamW optimizers, and the names of the parameters that they step. Raises ConfigError."""
     found = as_list(optimizers)
     adam = [optimizer for optimizer in found if type(optimizer) is torch.optim.AdamW]
