@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from diloco.doctor.listeners import Listener, read_listeners
+from diloco.doctor.listeners import ListeningSocket, read_listeners
 
 MARK = "DILOCO_SOCKETS_OF"
 
@@ -16,9 +16,9 @@ def marked(folder: Path) -> Mapping[str, str]:
     return {MARK: str(folder), "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 
 
-def watch_sockets(folder: Path, is_over: Callable[[], bool], seconds: float = 240) -> set[Listener]:
+def watch_sockets(folder: Path, is_over: Callable[[], bool], seconds: float = 240) -> set[ListeningSocket]:
     """All sockets at which the processes marked with `folder` have listened until `is_over()`."""
-    seen: set[Listener] = set()
+    seen: set[ListeningSocket] = set()
     deadline = time.monotonic() + seconds
     while not is_over():
         assert time.monotonic() < deadline, "it took too long"
@@ -36,6 +36,6 @@ def marked_processes(folder: Path) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def beyond_loopback(seen: set[Listener], *allowed: str) -> list[str]:
+def beyond_loopback(seen: set[ListeningSocket], *allowed: str) -> list[str]:
     """The sockets that other machines can reach, apart from those at the addresses `allowed`."""
     return [str(each) for each in seen if each.is_beyond_loopback and each.host not in allowed]

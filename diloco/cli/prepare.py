@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco.config.schema import IslandConfig
     from inner.config import DataConfig
     from inner.data.prepare import PrepareProgress, ProgressCallback
-    from inner.data.streaming.index import Index
+    from inner.data.streaming.index import ShardIndex
     from inner.data.streaming.publish import Report
 
 REPORT_SECONDS = 5.0
@@ -155,7 +155,7 @@ def build_shard_report(console: "Console", source: str) -> "Report":
     """Return a callback that prints the progress of shards every few seconds."""
     say = say_now_and_then(console)
 
-    def report(index: "Index", share: float | None) -> None:
+    def report(index: "ShardIndex", share: float | None) -> None:
         read = "" if share is None else f", {100 * share:.1f} % of the text read"
         say(f"{source}: {len(index.shards)} shards{read}")
 

@@ -22,7 +22,7 @@ Bound = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Listener:
+class ListeningSocket:
     """A socket that accepts connections or datagrams. `protocol` is tcp, tcp6, udp or udp6."""
 
     pid: int
@@ -41,13 +41,13 @@ class Listener:
         return f"{self.protocol} [{self.host}]:{self.port} of process {self.pid} ({self.program})"
 
 
-def find_rank_stores() -> list[Listener]:
+def find_rank_stores() -> list[ListeningSocket]:
     """Return the rank stores that listen beyond loopback, among the processes open to this user."""
     listeners = read_listeners(int(folder.name) for folder in PROC.glob("[0-9]*"))
     return [each for each in listeners if each.is_beyond_loopback and is_rank_store(each)]
 
 
-def is_rank_store(listener: Listener) -> bool:
+def is_rank_store(listener: ListeningSocket) -> bool:
     """Return whether a TCP listener is torchrun's store, or the store of its own process's ranks."""
     folder = PROC / str(listener.pid)
     try:
@@ -59,18 +59,18 @@ def is_rank_store(listener: Listener) -> bool:
     return listener.protocol.startswith("tcp") and (is_torchrun or f"MASTER_PORT={listener.port}" in variables)
 
 
-def read_listeners(pids: Iterable[int]) -> list[Listener]:
+def read_listeners(pids: Iterable[int]) -> list[ListeningSocket]:
     """Return the listening sockets of these processes.
 
     Processes that have ended or belong to other users are left out.
     """
-    found: list[Listener] = []
+    found: list[ListeningSocket] = []
     for pid in pids:
         with suppress(OSError):
             inodes = set(socket_inodes(pid))
             bound = bound_sockets(pid) if inodes else {}
             program = (PROC / str(pid) / "comm").read_text().strip()
-            found += [Listener(pid, program, *bound[inode]) for inode in inodes & bound.keys()]
+            found += [ListeningSocket(pid, program, *bound[inode]) for inode in inodes & bound.keys()]
     return found
 
 

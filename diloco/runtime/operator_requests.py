@@ -58,7 +58,7 @@ class OperatorRequests:
         self._max_hours = max_hours
         self._is_save_wanted = False
         self._stop_after: int | None = None
-        self._clock = Clock(folder, started_at) if ranks.is_leader else None
+        self._clock = RunClock(folder, started_at) if ranks.is_leader else None
         self._lock = lock_listener(folder) if ranks.is_leader else None
 
     def poll(self, rounds_done: int) -> OperatorRequest:
@@ -95,7 +95,7 @@ class OperatorRequests:
         return OperatorRequest(self._is_save_wanted, stop)
 
 
-class Clock:
+class RunClock:
     """Measures how long the island has been running, including restarts of its ranks, and how long its rounds take."""
 
     def __init__(self, folder: Path, started_at: float, now: Callable[[], float] = time.time) -> None:

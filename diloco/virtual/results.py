@@ -17,7 +17,7 @@ reduce."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class RoundTimes:
     """The parts of a round in seconds, as means over islands and rounds."""
 
     compute: float
@@ -50,7 +50,7 @@ class Results:
     """Share of the islands' time in committed inner steps; None if there was only one round."""
     commit_seconds: Sequence[float]
     """Seconds from the last participant's ready to the commit, of each round and island, sorted."""
-    terms: Terms
+    terms: RoundTimes
     messages: Mapping[str, float]
     """Messages that an island sends per round, replies included, by kind."""
     sent_bytes: Mapping[str, float]
@@ -113,12 +113,12 @@ def quantile(sorted_values: Sequence[float], share: float) -> float:
     return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)] if sorted_values else 0.0
 
 
-def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Terms, list[float]]:
+def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[RoundTimes, list[float]]:
     """Return the mean terms of a round, and the sorted times to commit."""
     if not landed:
-        return Terms(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
+        return RoundTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
     ready = find_ready([each for _, each in landed])
-    terms = Terms(
+    terms = RoundTimes(
         compute=mean(each.num_steps * island.seat.step_seconds for island, each in landed),
         others=mean(max(ready[each.number] - each.ready_at, 0.0) for _, each in landed),
         plan=mean(max(each.planned_at - ready[each.number], 0.0) for _, each in landed),
@@ -179,7 +179,7 @@ def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:
     return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
 
-def _find_bottleneck(terms: Terms, link_share: float, cpu_seconds: float) -> str:
+def _find_bottleneck(terms: RoundTimes, link_share: float, cpu_seconds: float) -> str:
     """Return the longest term of a round apart from inner steps, in words."""
     is_full = link_share * terms.round > LINK_IS_FULL * terms.reduce
     causes = {

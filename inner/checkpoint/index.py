@@ -56,7 +56,7 @@ ChunkKey = tuple[str, Shape]
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPlace:
     """The place of a chunk in a file."""
 
     file: str
@@ -70,7 +70,7 @@ class Index:
     """The tensors of a checkpoint, and the places of their chunks."""
 
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[ChunkKey, Place]
+    places: dict[ChunkKey, ChunkPlace]
 
 
 def read_index(checkpoint: SavedCheckpoint) -> Index:
@@ -112,7 +112,7 @@ def parse_index(raw: bytes, manifest: Manifest) -> Index:
     return Index(tensors, places)
 
 
-def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks: int) -> TensorStorageMetadata:
+def _tensor(name: str, value: Any, places: Mapping[ChunkKey, ChunkPlace], most_chunks: int) -> TensorStorageMetadata:
     fields = _attributes(value, METADATA + "TensorStorageMetadata")
     dtype = _dtype(fields.get("properties"))
     shape = _size(fields.get("size"))
@@ -142,7 +142,7 @@ def _chunk(value: Any, shape: Shape) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets, sizes)
 
 
-def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tuple[ChunkKey, Place]]:
+def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tuple[ChunkKey, ChunkPlace]]:
     """Yield the place of each chunk. Raises PickleError if the chunks of a file have more bytes
     than the file.
     """
@@ -160,7 +160,7 @@ def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tu
         left[file] -= length
         if left[file] < 0 or offset + length > manifest.files[file].size_bytes:
             raise PickleError(f"it places more bytes in {file!r} than the file has")
-        yield (_text(chunk.get("fqn")), tuple(_size(chunk.get("offset")))), Place(file, offset, length)
+        yield (_text(chunk.get("fqn")), tuple(_size(chunk.get("offset")))), ChunkPlace(file, offset, length)
 
 
 def _attributes(value: Any, kind: str) -> dict[str, Any]:

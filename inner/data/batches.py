@@ -14,7 +14,7 @@ from inner.data.corpus import Corpus, Text
 from inner.data.micro_batch import IGNORE_INDEX
 from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, Sequences, StreamedTokens, WholeText
 from inner.data.shards import Tokens
-from inner.data.stages import BlockOrder, OwnSource, SiteOrder, StageStart
+from inner.data.stages import BlockOrder, OwnedSource, SiteOrder, StageStart
 from inner.errors import InputError
 
 EXPECT_SECONDS = 1.0
@@ -76,7 +76,7 @@ class IslandBatches:
         self._shared_weights = [0.0 if text.reader else text.weight for text in corpus.texts]
         self._order = MixedOrder(self._shared_weights, orders, seed)
         own = [
-            OwnSource(number, orders[number], text.reader) for number, text in enumerate(corpus.texts) if text.reader
+            OwnedSource(number, orders[number], text.reader) for number, text in enumerate(corpus.texts) if text.reader
         ]
         weights = [*(corpus.weights[source.number] for source in own), sum(self._shared_weights)]
         self._site = SiteOrder(own, weights, self._order, sequences_per_step) if own else None

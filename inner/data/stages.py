@@ -67,7 +67,7 @@ def find_stage_start(stages: Sequence[StageReading], borders: Sequence[tuple[int
     return StageStart(unit, tuple(blocks), block_len)
 
 
-class OwnSource(NamedTuple):
+class OwnedSource(NamedTuple):
     """A source that this island reads, but not all other islands do."""
 
     number: int
@@ -87,7 +87,7 @@ class SiteOrder:
     sequences of the leased unit; the last sequences of the leased unit are not read.
     """
 
-    def __init__(self, own: Sequence[OwnSource], weights: Sequence[float], shared: MixedOrder, size: int) -> None:
+    def __init__(self, own: Sequence[OwnedSource], weights: Sequence[float], shared: MixedOrder, size: int) -> None:
         """Mix own and shared sources. `weights` has one weight for each own source, and a last one
         for all shared sources together. `size`: number of sequences in a unit.
 

@@ -33,7 +33,7 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Route:
+class RowRoute:
     """How the rows of one micro-batch travel."""
 
     sent: list[int]
@@ -58,7 +58,7 @@ class RowExchange:
     def num_ranks(self) -> int:
         return self.group.size()
 
-    def plan(self, counts_X: Tensor) -> Route:
+    def plan(self, counts_X: Tensor) -> RowRoute:
         """Return how rows travel, given this rank's number of rows for each expert, int64 (X)."""
         theirs_PL = keep(lambda: self._exchange_counts(counts_X))
         sent = counts_X.view(self.num_ranks, -1).sum(dim=1)
@@ -68,15 +68,15 @@ class RowExchange:
         inverse_A = torch.empty_like(order_A)
         inverse_A[order_A] = torch.arange(len(order_A), device=order_A.device)
         ends_L = theirs_PL.sum(dim=0).cumsum(0).int()
-        return Route(sizes_2P[0], sizes_2P[1], order_A, inverse_A, ends_L)
+        return RowRoute(sizes_2P[0], sizes_2P[1], order_A, inverse_A, ends_L)
 
-    def dispatch(self, rows_RD: Tensor, route: Route) -> Tensor:
+    def dispatch(self, rows_RD: Tensor, route: RowRoute) -> Tensor:
         """Return the rows for this rank's experts (A, D), sorted by expert."""
         by_rank_AD = _AllToAll.apply(rows_RD, route.sent, route.received, self.group.group_name)
         assert isinstance(by_rank_AD, Tensor)
         return permute(by_rank_AD, route.order_A, route.inverse_A)
 
-    def combine(self, results_AD: Tensor, route: Route) -> Tensor:
+    def combine(self, results_AD: Tensor, route: RowRoute) -> Tensor:
         """Return the results of this rank's rows (R, D), in the order in which they were
         dispatched.
         """

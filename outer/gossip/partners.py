@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Route:
+class PartnerRoute:
     """The route to a partner's ranks: the carrier rank of each part, and the control address of
     each rank.
     """
@@ -39,7 +39,7 @@ class Route:
 class Met:
     """The partners that are present in a round, and the reasons why the others are not."""
 
-    routes: dict[str, Route] = field(default_factory=dict)
+    routes: dict[str, PartnerRoute] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     is_behind: bool = False
     """Whether all partners were ahead by more than one round, and one of them can provide its
@@ -186,10 +186,10 @@ class Partners:
         except TransportError as error:
             return str(error)
 
-    def _route(self, name: str, reply: MeetReply, num_parts: int) -> Route:
+    def _route(self, name: str, reply: MeetReply, num_parts: int) -> PartnerRoute:
         addresses = self._peers.addresses(name)
         check_carriers(reply.carriers, num_parts, min(len(addresses), MAX_RANKS))
-        return Route(list(unpack_carriers(reply.carriers)), addresses)
+        return PartnerRoute(list(unpack_carriers(reply.carriers)), addresses)
 
     async def _confirm(self, name: str, round_number: int) -> str:
         """Return why the pair does not count, or "" if the partner reports that it has this

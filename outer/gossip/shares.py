@@ -10,7 +10,7 @@ from outer.codecs.base import Codec
 from outer.codecs.choice import CodecChoice
 from outer.connect.settings import Network
 from outer.errors import MessageError, NonFiniteError, OuterError, TransportError, first_cause
-from outer.gossip.partners import Route
+from outer.gossip.partners import PartnerRoute
 from outer.gossip.server import Take
 from outer.gossip.step import Share
 from outer.network.deadlines import Deadlines
@@ -71,7 +71,7 @@ class ShareDownload:
         self._deadlines = deadlines
 
     async def fetch_all(
-        self, routes: Mapping[str, Route], round_number: int
+        self, routes: Mapping[str, PartnerRoute], round_number: int
     ) -> tuple[dict[str, Shares], dict[str, str]]:
         """Return (shares of the partners that sent all of theirs in time, causes by partner
         whose share is missing).
@@ -81,7 +81,7 @@ class ShareDownload:
         shares = {name: share for name, share in by_name.items() if not isinstance(share, str)}
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
 
-    async def _fetch(self, name: str, route: Route, round_number: int) -> Shares | str:
+    async def _fetch(self, name: str, route: PartnerRoute, round_number: int) -> Shares | str:
         limit = self._deadlines.limit("gossip")
         started = loop_time()
         places = asyncio.Semaphore(TAKES_AT_ONCE)

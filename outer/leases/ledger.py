@@ -38,7 +38,7 @@ MAX_RANGES = 1 << 12
 Holder = Annotated[str, Field(max_length=64, pattern=f"^#?{ISLAND_NAME}$")]
 
 
-class Claim(Protocol):
+class UnitsClaim(Protocol):
     """Claim of an island that it has read the first `units` units of the lease that begins with `first`, as in
     `Ready`.
     """
@@ -189,7 +189,7 @@ def extend_lease(ledger: Ledger, island: str, index: int, ranges: Ranges, num_re
     return now if [*chain(*head(now, num_read))] == [*chain(*head(ranges, num_read))] else None
 
 
-def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict[str, str]:
+def find_refusals(ledger: Ledger, claims: Sequence[UnitsClaim], terms: Terms) -> dict[str, str]:
     """Return the islands whose claims conflict with the ledger or an earlier claim, with the reasons."""
     causes: dict[str, str] = {}
     begun: dict[int, str] = {}
@@ -210,7 +210,7 @@ def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict
     return causes
 
 
-def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, num_rounds: int = 0, tokens: int = 0) -> Ledger:
+def settle(ledger: Ledger, claims: Sequence[UnitsClaim], terms: Terms, num_rounds: int = 0, tokens: int = 0) -> Ledger:
     """Return the ledger after a commit with these claims, in plan order. None of them may be refused.
 
     The claimed units become trained. The participants' leases are filled up, first with returned units, then from the
@@ -257,7 +257,7 @@ def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
     return _build_ledger(ledger, frontier, (), leases, borders=borders, closed=closed)
 
 
-def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | None:
+def _find_claimed_lease(ledger: Ledger, claim: UnitsClaim, terms: Terms) -> Ranges | None:
     """Return the units that the island may read, or None if they do not begin with the first unit of the claim."""
     if own := ledger.leases.get(claim.island):
         return own.runs if own.runs[0][0] == claim.first else None
@@ -266,9 +266,11 @@ def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | 
     return ledger.unnamed.get(claim.first)
 
 
-def _find_new_observers(ledger: Ledger, claims: Sequence[Claim], begun: dict[int, str], terms: Terms) -> list[Claim]:
+def _find_new_observers(
+    ledger: Ledger, claims: Sequence[UnitsClaim], begun: dict[int, str], terms: Terms
+) -> list[UnitsClaim]:
     """Return the new observers that get the units they began to read as a lease. Add them to `begun`."""
-    granted: list[Claim] = []
+    granted: list[UnitsClaim] = []
     for claim in claims:
         is_new = claim.listens and claim.island not in ledger.leases
         has_lease = is_new and _find_claimed_lease(ledger, claim, terms) is not None

@@ -207,17 +207,17 @@ class Guest:
         """
         self._guests._leave(self, self._peer)
 
-    def next_body(self) -> "Share":
+    def next_body(self) -> "MemoryShare":
         """Return the share for the body of the next call on this connection, whose peer is
         proved.
         """
         assert self._peer is not None, "only a proven connection sends bodies"
-        return Share(self._guests.bodies, self._peer)
+        return MemoryShare(self._guests.bodies, self._peer)
 
-    def next_reply(self) -> "Share":
+    def next_reply(self) -> "MemoryShare":
         """Return the share for the reply to a call on this connection."""
         assert self._peer is not None, "only a proven connection is answered"
-        return Share(self._guests.replies, self._peer)
+        return MemoryShare(self._guests.replies, self._peer)
 
 
 class _Held:
@@ -249,7 +249,7 @@ class _Held:
         self._released.notify()
 
 
-class Share:
+class MemoryShare:
     """The memory of one body or reply, counted from before it exists until it is released."""
 
     def __init__(self, held: _Held, peer: str) -> None:

@@ -14,7 +14,7 @@ from outer.network.frames import CutOffError, FrameStream, Header, PeerIds, hash
 from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
 from outer.network.outgoing import Outgoing
-from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
+from outer.network.rejections import SHORT_BYTES, Guest, Guests, MemoryShare, RefusedError
 from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class StreamMessenger:
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
 
     async def _answer(
-        self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes, share: Share
+        self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes, share: MemoryShare
     ) -> None:
         try:
             if expected := self._long_replies.get(kind, 0):

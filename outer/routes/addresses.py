@@ -25,7 +25,7 @@ Door = Literal["calls", "payloads"]
 
 
 @dataclass(frozen=True)
-class Behind:
+class RelayTarget:
     """The rank to which a relay connects, and the purpose of the connection."""
 
     rank: int
@@ -40,7 +40,7 @@ class Route:
 
     host: str
     port: int
-    behind: Behind | None = None
+    behind: RelayTarget | None = None
 
     @property
     def place(self) -> tuple[str, int]:
@@ -77,7 +77,7 @@ def parse_route(text: str) -> Route:
     found = _ROUTE.fullmatch(text)
     if found is None or not 0 < int(found[2]) < 65536:
         raise MessageError(f"a malformed address: {text[:80]!r}")
-    behind = Behind(int(found[3]), "calls" if found[4] == "calls" else "payloads") if found[3] else None
+    behind = RelayTarget(int(found[3]), "calls" if found[4] == "calls" else "payloads") if found[3] else None
     return Route(found[1], int(found[2]), behind)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.doctor.listeners import Listener
+from diloco.doctor.listeners import ListeningSocket
 from diloco.runtime.processes import Child, start, stop
 from tests.sockets import beyond_loopback, marked, watch_sockets
 from tests.swarm import TEXT, TINY
@@ -52,7 +52,7 @@ def commits(folder: Path) -> int:
     return path.read_text().count('"committed": true') if path.exists() else 0
 
 
-def watch(started: Started, folder: Path, is_over: Callable[[], bool]) -> set[Listener]:
+def watch(started: Started, folder: Path, is_over: Callable[[], bool]) -> set[ListeningSocket]:
     """All sockets that have listened until `is_over()`. Fails the test when a process of it has failed."""
 
     def look() -> bool:

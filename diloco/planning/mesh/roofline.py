@@ -25,7 +25,7 @@ PRODUCTS = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """One kind of work of a mean rank in a step."""
 
     name: str
@@ -41,25 +41,25 @@ class Work:
         return "computing" if self.flops / gpu.flops >= self.num_bytes / gpu.memory_rate else "memory"
 
 
-def step_work(work: Workload, optimizer: StateBytes) -> list[Work]:
+def step_work(work: Workload, optimizer: StateBytes) -> list[StepWork]:
     """The kinds of work of an inner step, of the mean over the ranks of pp."""
     micro_batches = work.num_micro_batches
     layers = work.sizes.num_layers / work.degrees.pp * micro_batches
     heads = micro_batches / work.degrees.pp
     kinds = [
-        Work(
+        StepWork(
             "products of layers",
             layers * _of_mean(work, _block_flops),
             layers * _of_mean(work, _block_bytes),
         ),
-        Work("attention", layers * _attention_flops(work), layers * _attention_bytes(work)),
-        Work("norms, SwiGLU, sums", 0.0, layers * _of_mean(work, _elementwise_bytes)),
-        Work("head and loss", heads * _head_flops(work), heads * _head_bytes(work)),
-        Work("optimizer", 0.0, _optimizer_bytes(work, optimizer)),
+        StepWork("attention", layers * _attention_flops(work), layers * _attention_bytes(work)),
+        StepWork("norms, SwiGLU, sums", 0.0, layers * _of_mean(work, _elementwise_bytes)),
+        StepWork("head and loss", heads * _head_flops(work), heads * _head_bytes(work)),
+        StepWork("optimizer", 0.0, _optimizer_bytes(work, optimizer)),
     ]
     again = _again_flops(work)
     if again:
-        kinds.insert(3, Work("computed again", layers * again, 0.0))
+        kinds.insert(3, StepWork("computed again", layers * again, 0.0))
     return kinds
 
 

@@ -24,7 +24,7 @@ from diloco.status.operator_orders import Carried, Order
 from diloco.status.record_pages import CALL, PAGE_BYTES, RecordsPage
 from diloco.status.swarm import CALL_SECONDS, ask_status, explain_silence
 from diloco.swarm.visit import choose_run, find_runs_at, open_run_network, resolve_visitor
-from diloco.watch.collection.mirror import Mirror
+from diloco.watch.collection.mirror import RecordsMirror
 from inner.files import write_atomically
 from outer.connect.settings import Network
 from outer.errors import MessageError, OuterError
@@ -135,7 +135,7 @@ class Collector:
         """Request records from one island in a loop, without a pause while it has more."""
         if name.startswith("."):
             return  # The name cannot be the name of a folder.
-        mirror = Mirror(self.folder / name)
+        mirror = RecordsMirror(self.folder / name)
         described = ""
         member = self.members[name]
         seen_at = time.monotonic()
@@ -163,7 +163,7 @@ class Collector:
                 log.exception("%s: its records cannot be read", mirror.folder)
             await asyncio.sleep(0 if has_more else POLL_SECONDS)
 
-    async def _ask(self, network: Network, mirror: Mirror, member: Member) -> bool:
+    async def _ask(self, network: Network, mirror: RecordsMirror, member: Member) -> bool:
         """Request the next page of records. Return whether the island has more."""
         if mirror.is_full:
             raise MessageError(f"it has sent more than {mirror.folder / METRICS} may hold: no further records are kept")

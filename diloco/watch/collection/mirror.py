@@ -25,7 +25,7 @@ MAX_ISLAND_BYTES = 1 << 30
 """Most bytes of records that are kept per island."""
 
 
-class Mirror:
+class RecordsMirror:
     """The records of one island in a folder with its name."""
 
     def __init__(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.growing_file import GrowingFile
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
-from diloco.watch.view.pace import Pace
+from diloco.watch.view.pace import RecordedPace
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
@@ -76,7 +76,7 @@ class IslandHistory:
     def __post_init__(self) -> None:
         self.latest = LatestRecords(self.folder.name)
         self._tail = Tail(self.folder / METRICS)
-        self._pace = Pace()
+        self._pace = RecordedPace()
         self._presence = LinesTail(self.folder / PRESENCE)
 
     def read(self) -> None:

@@ -12,7 +12,7 @@ WINDOW = 20
 STARTS = ("joined", "resumed")
 
 
-class Pace:
+class RecordedPace:
     """Computes the pace from an island's records in their order. Rounds before and after a restart
     are kept apart.
     """

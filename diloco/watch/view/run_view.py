@@ -32,7 +32,7 @@ ENTRY = re.compile(r"- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z \*\*(.{1,64}?)\*\* (.*)
 
 
 @dataclass
-class Position:
+class SentRows:
     """How much of a run has been sent to a page, as numbers of rows."""
 
     islands: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class RunView:
         self.notes: list[Row] = []
         """Entries of the logbook as rows of time, island, text."""
 
-    def read(self) -> Position:
+    def read(self) -> SentRows:
         """Read what is new. Return the position after all rows read so far."""
         with self._lock:
             for folder in island_folders(self.run_dir):
@@ -74,14 +74,14 @@ class RunView:
             self.faults += [row for line in self._faults.new_lines() if (row := parse_fault(line))]
             self.notes += [row for line in self._logbook.new_lines() if (row := parse_entry(line))]
             counts = {name: island.counts for name, island in self.islands.items()}
-            return Position(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
+            return SentRows(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
 
     @property
     def figures(self) -> RunFigures:
         """The figures of the run after the records read so far."""
         return combine([island.latest for island in self.islands.values()])
 
-    def between(self, sent: Position, now: Position) -> dict[str, Any]:
+    def between(self, sent: SentRows, now: SentRows) -> dict[str, Any]:
         """Return the rows between two positions, in the form that a page takes. Islands without
         such rows are left out.
         """
@@ -100,7 +100,7 @@ class RunView:
             "notes": self.notes[sent.notes : now.notes],
         }
 
-    def snapshot(self, now: Position) -> dict[str, Any]:
+    def snapshot(self, now: SentRows) -> dict[str, Any]:
         """Return all rows up to the position, thinned, in the form that a page takes."""
         most = max(100, min(MAX_POINTS, MAX_ROWS // max(len(now.islands), 1)))
         plan = read_plan(self.run_dir)

@@ -34,7 +34,7 @@ ZSTD_READ_BYTES = 1 << 12
 bytes can become 128 KiB."""
 
 
-class Row(NamedTuple):
+class DocumentRow(NamedTuple):
     """A document in a file."""
 
     key: str
@@ -196,7 +196,7 @@ class WholeTarInfo(tarfile.TarInfo):
         return member
 
 
-def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[Row]:
+def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[DocumentRow]:
     """Yield a row for each text in an archive, from member `first` on: .txt members, and a field of
     .json members.
     """
@@ -206,7 +206,7 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
             for number, member in enumerate(islice(_members(archive), first, None), start=first):
                 if member.isfile() and member.name.lower().endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
-                    yield Row(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
+                    yield DocumentRow(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
     except (TarError, EOFError, zlib.error, OSError) as error:
         raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
 

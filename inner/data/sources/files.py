@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inner.data.sources.compressed import Row, read_whole, tar_rows
+from inner.data.sources.compressed import DocumentRow, read_whole, tar_rows
 from inner.data.sources.documents import Document, Place, TextField, missing_field_error, row_text
 from inner.data.sources.find import distinct, find_files, format_of, leave_out_companions
 from inner.data.sources.json_rows import json_rows, jsonl_rows
@@ -99,13 +99,17 @@ class FilesSource:
         return files, again, [path for _, left_out in found for path in left_out if path not in read]
 
 
-def _rows_of(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
+def _rows_of(
+    key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]
+) -> Iterator[DocumentRow]:
     """Yield the rows of `_read_rows`, and turn every error into InputError."""
     with refused(f"{path}: cannot be read"):
         yield from _read_rows(key, path, field, start, skipped)
 
 
-def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
+def _read_rows(
+    key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]
+) -> Iterator[DocumentRow]:
     """Yield the rows of a file from `start` on: a row's number and first byte. A file that is not
     text is added to `skipped`.
     """
@@ -122,11 +126,11 @@ def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], s
             return _text_rows(key, path, field, skipped)
 
 
-def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> Iterator[Row]:
+def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> Iterator[DocumentRow]:
     if field.is_chat:
         raise InputError(f"{path}: a text file cannot hold conversations; name .jsonl, .parquet or .tar files only")
     try:
-        yield Row(key, read_whole(path).decode("utf-8"), 1.0)
+        yield DocumentRow(key, read_whole(path).decode("utf-8"), 1.0)
     except UnicodeDecodeError:
         # Folders of text often contain a few images, which should not stop the run.
         skipped.append(path)
@@ -139,7 +143,7 @@ def _report(paths: list[Path], what: str) -> None:
         log.warning("%s and %d more files are %s", paths[0], len(paths) - 1, what)
 
 
-def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
+def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[DocumentRow]:
     # Imported here because pyarrow takes half a second to import, and only reading Parquet needs
     # it.
     import pyarrow.parquet
@@ -154,7 +158,7 @@ def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterato
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
             text = row_text(row, field, f"{path}, row {number}")
-            yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
+            yield DocumentRow(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
 
 
 def _rows_per_read(path: Path, file: Any, field: TextField) -> int:

@@ -4,14 +4,14 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from inner.data.sources.compressed import Row, open_lines, read_whole
+from inner.data.sources.compressed import DocumentRow, open_lines, read_whole
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
 from inner.foreign.files import MAX_DOCUMENT_BYTES, lines_of
 from inner.foreign.text import parse_json
 
 
-def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
+def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
     """Yield a row per line, from `start` on: a row's number and first byte. Raises InputError if a
     line is not an object.
     """
@@ -29,11 +29,11 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
             if line.strip():
                 where = f"{path}, line {number + 1}"
                 row = _object(_parse(line, where, "a line holds one object"), where)
-                yield Row(f"{key}#{number}", row_text(row, field, where), raw.tell() / size, number, offset)
+                yield DocumentRow(f"{key}#{number}", row_text(row, field, where), raw.tell() / size, number, offset)
             offset += len(line) if is_plain else 0
 
 
-def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
+def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
     """Yield the rows of a .json file: the items of its array, its lines as in a .jsonl file, or its
     only object.
     """
@@ -58,13 +58,13 @@ def _too_long(path: Path, number: int) -> InputError:
     return InputError(f"{path}: line {number + 1} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer")
 
 
-def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
+def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[DocumentRow]:
     content = _parse(read_whole(path), str(path), "a .json file holds an array of objects, or one object per line")
     items = content if isinstance(content, list) else [content]
     for number, item in itertools.islice(enumerate(items), first, None):
         where = f"{path}, item {number + 1}"
         text = row_text(_object(item, where), field, where)
-        yield Row(f"{key}#{number}", text, (number + 1) / len(items), number)
+        yield DocumentRow(f"{key}#{number}", text, (number + 1) / len(items), number)
 
 
 def _parse(data: bytes, where: str, expected: str) -> object:

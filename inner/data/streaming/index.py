@@ -76,7 +76,7 @@ class Made(_Part):
     heldout: Heldout
 
 
-class Index(_Part):
+class ShardIndex(_Part):
     """The index of all finished shards of a text."""
 
     format: Literal[1] = FORMAT
@@ -95,7 +95,7 @@ class Index(_Part):
     """Whether the text ends with these shards."""
 
     @model_validator(mode="after")
-    def _all_but_the_last_are_full(self) -> "Index":
+    def _all_but_the_last_are_full(self) -> "ShardIndex":
         full = self.shard_tokens + 1
         sizes = [shard.tokens for shard in self.shards]
         if any(size != full for size in sizes[:-1]) or (sizes and not 2 <= sizes[-1] <= full):
@@ -124,13 +124,13 @@ class Index(_Part):
         """Return the number of sequences in all shards."""
         return (self.train_tokens - 1) // seq_len if self.shards else 0
 
-    def with_shard(self, made: Made) -> "Index":
+    def with_shard(self, made: Made) -> "ShardIndex":
         """Return this index with one more shard. A shard that is not full ends the text."""
         shards = (*self.shards, made.record)
         change = {"shards": shards, "following": made.following, "heldout": made.heldout}
         return self.model_copy(update=change | {"is_complete": made.record.tokens <= self.shard_tokens})
 
-    def extends(self, other: "Index") -> bool:
+    def extends(self, other: "ShardIndex") -> bool:
         """Return whether this index equals `other` or has more shards than `other`."""
         return (
             self.identity == other.identity
@@ -140,12 +140,12 @@ class Index(_Part):
         )
 
 
-def parse_index(data: bytes, where: str) -> Index:
+def parse_index(data: bytes, where: str) -> ShardIndex:
     """Check and return an index. Raises InputError; `where` is the name of the index in its
     message.
     """
     try:
-        return Index.model_validate_json(data)
+        return ShardIndex.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -157,7 +157,7 @@ def parse_index(data: bytes, where: str) -> Index:
         raise InputError(f"{where}: is not the index of a prepared text ({summarise(error)})") from None
 
 
-def check_ids(ids: np.ndarray, index: Index, where: Path) -> None:
+def check_ids(ids: np.ndarray, index: ShardIndex, where: Path) -> None:
     """Raise InputError if an id does not belong to the tokenizer. Other people may have written the
     file.
     """

@@ -19,7 +19,7 @@ from inner.data.prepare import chat_template, describe_losses
 from inner.data.shards import ShardCounts
 from inner.data.sources.build import build_source
 from inner.data.sources.documents import Document, Place, hold_out_an_end, is_heldout, read_from
-from inner.data.streaming.index import Begin, Heldout, Index, Made, Shard, sha256_of
+from inner.data.streaming.index import Begin, Heldout, Made, Shard, ShardIndex, sha256_of
 from inner.data.tokenise import EncodedDocument, token_dtype, tokenise_documents
 from inner.data.tokenizer import build_tokenizer
 from inner.errors import InputError
@@ -38,7 +38,7 @@ class MadeShard:
     """The ids of the held-out text, given together with the first shard; None for other shards."""
 
 
-def new_index(config: DataConfig, identity: str) -> Index:
+def new_index(config: DataConfig, identity: str) -> ShardIndex:
     """Return the index of a text of which nothing has been tokenised yet."""
     tokenizer = build_tokenizer(*config.tokenizer_choice)
     values = {
@@ -48,11 +48,11 @@ def new_index(config: DataConfig, identity: str) -> Index:
         "eos_id": tokenizer.eos_id,
         "shard_tokens": config.shard_tokens,
     }
-    return Index.model_validate(values)
+    return ShardIndex.model_validate(values)
 
 
 def make_shards(
-    config: DataConfig, index: Index, number: int, processes: int, report: Callable[[float | None], None]
+    config: DataConfig, index: ShardIndex, number: int, processes: int, report: Callable[[float | None], None]
 ) -> Iterator[MadeShard]:
     """Make shard `number` and all later ones, to the end of the text. `number` is in the index, or
     the first that is not.
@@ -88,7 +88,7 @@ def make_shards(
     yield from cutter.take_rest()
 
 
-def _documents(config: DataConfig, index: Index, begin: Begin) -> Iterator[Document]:
+def _documents(config: DataConfig, index: ShardIndex, begin: Begin) -> Iterator[Document]:
     documents = read_from(build_source(config), begin.document, begin.place)
     is_open = index.heldout is None or index.heldout.is_end
     return hold_out_an_end(documents, config.heldout_fraction) if is_open and config.format == "text" else documents
@@ -105,7 +105,7 @@ class _Piece:
 class _Cutter:
     """Collects the ids of documents and cuts them into shards."""
 
-    def __init__(self, config: DataConfig, index: Index, number: int) -> None:
+    def __init__(self, config: DataConfig, index: ShardIndex, number: int) -> None:
         self._config = config
         self._index = index
         self._number = number

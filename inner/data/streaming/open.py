@@ -11,7 +11,7 @@ from inner.data.chat.coding import count_learned
 from inner.data.corpus import SHARDS, TOKENS, Corpus, Text, open_prepared, open_tokens, text_identity
 from inner.data.prepare import explain_write_errors
 from inner.data.streaming.cache import ShardCache
-from inner.data.streaming.index import FORMAT, HELDOUT, Index, check_ids
+from inner.data.streaming.index import FORMAT, HELDOUT, ShardIndex, check_ids
 from inner.data.streaming.reader import NUM_IN_USE, ShardReader
 from inner.data.streaming.store import Store
 from inner.data.streaming.supply import StoreSupply, Supply
@@ -126,7 +126,7 @@ def shards_identity(source: DataConfig) -> str:
     return text_identity(source, ["shards", FORMAT, source.shard_tokens, *own])
 
 
-def _check(source: DataConfig, index: Index, tokenizer: Tokenizer) -> None:
+def _check(source: DataConfig, index: ShardIndex, tokenizer: Tokenizer) -> None:
     where = f"data.source={source.source} {' '.join(source.paths)}"
     if (index.vocab_size, index.eos_id) != (tokenizer.vocab_size, tokenizer.eos_id):
         raise InputError(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from inner.config import DataConfig
-from inner.data.streaming.index import HELDOUT, INDEX, Begin, Index, sha256_of, shard_name
+from inner.data.streaming.index import HELDOUT, INDEX, Begin, ShardIndex, sha256_of, shard_name
 from inner.data.streaming.make import MadeShard, make_shards, new_index
 from inner.data.streaming.store import Store
 from inner.errors import InputError
@@ -14,12 +14,12 @@ from inner.errors import InputError
 log = logging.getLogger(__name__)
 
 NOTHING_YET = {"shards": (), "heldout": None, "following": Begin(), "is_complete": False}
-Report = Callable[[Index, float | None], None]
+Report = Callable[[ShardIndex, float | None], None]
 """Called with the index so far, and the share of the text that has been read, or None if that is
 unknown."""
 
 
-def publish(config: DataConfig, identity: str, store: Store, processes: int, report: Report) -> Index:
+def publish(config: DataConfig, identity: str, store: Store, processes: int, report: Report) -> ShardIndex:
     """Write the missing shards of one source into a store. Raises InputError.
 
     Two processes that write the same text to one place write the same files. If one replaces the
@@ -49,7 +49,7 @@ def publish(config: DataConfig, identity: str, store: Store, processes: int, rep
     return index
 
 
-def repair(config: DataConfig, index: Index, store: Store, processes: int, report: Report) -> list[str]:
+def repair(config: DataConfig, index: ShardIndex, store: Store, processes: int, report: Report) -> list[str]:
     """Check all files of a text in a store, replace the damaged ones, and return their names."""
     mended = []
     for number in range(len(index.shards)):
@@ -69,7 +69,7 @@ def repair(config: DataConfig, index: Index, store: Store, processes: int, repor
     return mended
 
 
-def _is_whole(store: Store, index: Index, name: str, number: int) -> bool:
+def _is_whole(store: Store, index: ShardIndex, name: str, number: int) -> bool:
     record = index.heldout if name == HELDOUT else index.shards[number]
     assert record is not None, "a text with shards has a held-out text"
     data = store.read(name, 0, record.tokens * index.item_bytes + 1)

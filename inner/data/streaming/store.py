@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inner.data.streaming.index import INDEX, MAX_INDEX_BYTES, Index, parse_index
+from inner.data.streaming.index import INDEX, MAX_INDEX_BYTES, ShardIndex, parse_index
 from inner.errors import InputError, summarise
 from inner.files import open_url, write_atomically
 from inner.threads import start_thread
@@ -44,7 +44,7 @@ class Store:
     def _is_local(self) -> bool:
         return "file" in (self._files.protocol if isinstance(self._files.protocol, tuple) else (self._files.protocol,))
 
-    def read_index(self) -> Index | None:
+    def read_index(self) -> ShardIndex | None:
         """Return the index of the text in the store; None if there is none. Raises InputError if it
         is damaged.
         """

@@ -11,7 +11,7 @@ import numpy as np
 
 from inner.data.lock import hold_lock
 from inner.data.streaming.cache import ShardCache
-from inner.data.streaming.index import HELDOUT, Index, sha256_of, shard_name
+from inner.data.streaming.index import HELDOUT, ShardIndex, sha256_of, shard_name
 from inner.data.streaming.store import Store
 from inner.errors import InputError
 from inner.files import write_atomically
@@ -29,7 +29,7 @@ class Supply(Protocol):
     """Brings the shards of one text into a folder of the cache."""
 
     @property
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         """The index of the shards that are known so far."""
         ...
 
@@ -64,11 +64,11 @@ class StoreSupply:
         self._store = store
         self._cache = cache
         self._patience = patience
-        self._index: Index | None = None
+        self._index: ShardIndex | None = None
         self._grown_at = time.monotonic()
 
     @property
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         assert self._index is not None, "begin reads it"
         return self._index
 

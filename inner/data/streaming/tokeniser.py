@@ -21,7 +21,7 @@ import numpy as np
 from inner.config import DataConfig
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.streaming.cache import ShardCache
-from inner.data.streaming.index import HELDOUT, INDEX, Index, Made, parse_index, sha256_of, shard_name
+from inner.data.streaming.index import HELDOUT, INDEX, Made, ShardIndex, parse_index, sha256_of, shard_name
 from inner.data.streaming.make import new_index
 from inner.errors import InputError
 from inner.files import write_atomically
@@ -53,7 +53,7 @@ class TokeniserSupply:
         self._index = self._read_index() or new_index(config, identity)
 
     @property
-    def index(self) -> Index:
+    def index(self) -> ShardIndex:
         return self._index
 
     @property
@@ -89,7 +89,7 @@ class TokeniserSupply:
             )
         return np.frombuffer(data, self._index.dtype)
 
-    def _read_index(self) -> Index | None:
+    def _read_index(self) -> ShardIndex | None:
         path = self._folder / INDEX
         try:
             return parse_index(path.read_bytes(), str(path))
@@ -147,7 +147,7 @@ class TokeniserSupply:
         if number == len(self._index.shards):
             self._write(self._index.with_shard(made))
 
-    def _write(self, index: Index) -> None:
+    def _write(self, index: ShardIndex) -> None:
         write_atomically(self._folder / INDEX, index.model_dump_json())
         self._index = index
 
@@ -155,7 +155,7 @@ class TokeniserSupply:
 class _Worker:
     """The process that tokenises from shard `number` on. It ends with this process."""
 
-    def __init__(self, command: Sequence[str], config: DataConfig, index: Index, number: int) -> None:
+    def __init__(self, command: Sequence[str], config: DataConfig, index: ShardIndex, number: int) -> None:
         self.number = number
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._unread = b""

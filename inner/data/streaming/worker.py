@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.config import DataConfig
-from inner.data.streaming.index import Index
+from inner.data.streaming.index import ShardIndex
 from inner.data.streaming.make import MadeShard, make_shards
 from inner.errors import InputError
 
@@ -45,7 +45,7 @@ def serve(processes: int) -> None:
     try:
         task = json.loads(sys.stdin.readline())
         config = DataConfig.model_validate(task["config"])
-        index = Index.model_validate_json(json.dumps(task["index"]))
+        index = ShardIndex.model_validate_json(json.dumps(task["index"]))
         shards = make_shards(config, index, task["number"], processes, report)
         _answer_all(sys.stdin, shards, answer)
     except InputError as error:

@@ -22,7 +22,7 @@ class MatrixKind(NamedTuple):
     """The dimension that tp shards; None if every rank of tp has the whole matrix."""
 
 
-class Exchange(NamedTuple):
+class AxisCalls(NamedTuple):
     """Calls of one operation along an axis, each with `size` bytes of input."""
 
     axis: str
@@ -31,7 +31,7 @@ class Exchange(NamedTuple):
     size: int
 
 
-def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[Exchange]:
+def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[AxisCalls]:
     """Yield Muon's exchanges for the matrices of these stages' layers, if one param group has them
     all. The matrices of experts are whole on their ranks, and are not sent.
     """
@@ -59,7 +59,7 @@ def _num_ranks(work: Workload) -> int:
     return work.degrees.dp_replicate * work.degrees.fsdp * work.degrees.tp
 
 
-def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:
+def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[AxisCalls]:
     """Yield the exchanges of `batches` batches, each of one matrix per rank
     (inner/optim/muon/matrix_exchange.py).
     """
@@ -72,14 +72,14 @@ def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Ex
     shard = -(-rows // shards) * cols * FP32
     share = _num_ranks(work) // (replicas * tp_replicas)
     if shards > 1:
-        yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
+        yield AxisCalls("fsdp", "all_to_all", 2 * batches, share * shard)
     if kind.tp_dim is not None:
-        yield Exchange("tp", "all_to_all", 2 * batches, share // shards * rows * cols * FP32)
+        yield AxisCalls("tp", "all_to_all", 2 * batches, share // shards * rows * cols * FP32)
     else:
-        yield Exchange("tp", "all_gather", batches, share * shard)
+        yield AxisCalls("tp", "all_gather", batches, share * shard)
     pieces = share * tp_replicas * shard
     if shards < work.degrees.fsdp:
         # Whole weights on the ranks of cp, whose axis comes after dp_replicate.
-        yield Exchange("fsdp", "all_gather", batches, pieces)
+        yield AxisCalls("fsdp", "all_gather", batches, pieces)
         pieces *= work.degrees.fsdp
-    yield Exchange("dp_replicate", "all_gather", batches, pieces)
+    yield AxisCalls("dp_replicate", "all_gather", batches, pieces)

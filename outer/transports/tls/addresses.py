@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outer.errors import InputError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint
-from outer.routes.addresses import WILDCARDS, Behind, Door, IslandAddress, Route, is_loopback, parse_island_address
+from outer.routes.addresses import WILDCARDS, Door, IslandAddress, RelayTarget, Route, is_loopback, parse_island_address
 
 
 def parse_address(endpoint: Endpoint, text: str) -> IslandAddress:
@@ -42,4 +42,6 @@ def build_address(key: str, host: str | None, port: int, relays: Sequence[Route]
     then the relays.
     """
     direct = () if host is None else (Route(host, port),)
-    return str(IslandAddress(key, (*direct, *(Route(relay.host, relay.port, Behind(rank, door)) for relay in relays))))
+    return str(
+        IslandAddress(key, (*direct, *(Route(relay.host, relay.port, RelayTarget(rank, door)) for relay in relays)))
+    )

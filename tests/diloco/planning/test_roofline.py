@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.planning.mesh.gpus import GPUS, find_gpu
-from diloco.planning.mesh.roofline import Work, roofline_mfu, step_work
+from diloco.planning.mesh.roofline import StepWork, roofline_mfu, step_work
 from inner.config import ExpertsConfig, ParallelConfig
 from inner.flops import flops_per_token
 from inner.measure.workload import Workload
@@ -27,7 +27,7 @@ def workload(sizes: ModelSizes = SIZES, **given: Any) -> Workload:
     return Workload(sizes=sizes, **settings)
 
 
-def kinds(work: Workload) -> dict[str, Work]:
+def kinds(work: Workload) -> dict[str, StepWork]:
     return {kind.name: kind for kind in step_work(work, ADAMW)}
 
 
@@ -100,9 +100,9 @@ def test_the_optimizer_reads_and_writes_each_parameter_of_its_shard() -> None:
 def test_the_slower_of_computing_and_memory_bounds_a_kind_of_work() -> None:
     gpu = find_gpu("h100")
     ridge = gpu.flops / gpu.memory_rate
-    assert Work("a", ridge * 1.01, 1.0).bound(gpu) == "computing"
-    assert Work("a", ridge * 0.99, 1.0).bound(gpu) == "memory"
-    assert Work("a", 0.0, gpu.memory_rate).seconds(gpu) == 1
+    assert StepWork("a", ridge * 1.01, 1.0).bound(gpu) == "computing"
+    assert StepWork("a", ridge * 0.99, 1.0).bound(gpu) == "memory"
+    assert StepWork("a", 0.0, gpu.memory_rate).seconds(gpu) == 1
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -10,9 +10,9 @@ from diloco.runtime import operator_requests
 from diloco.runtime.operator_requests import (
     SAVE,
     STOP,
-    Clock,
     OperatorRequest,
     OperatorRequests,
+    RunClock,
     is_listening,
     lock_listener,
     make_request,
@@ -109,7 +109,7 @@ def test_every_rank_comes_to_the_same_answer(tmp_path):
 
 def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones_fits(tmp_path):
     now = 1000.0
-    clock = Clock(tmp_path, 1000.0, lambda: now)
+    clock = RunClock(tmp_path, 1000.0, lambda: now)
     for done, seconds in enumerate([0, 20, 50, 10]):
         now += seconds
         clock.observe(done)
@@ -118,11 +118,11 @@ def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones
 
 
 def test_time_goes_on_when_an_island_is_started_again(tmp_path, monkeypatch):
-    Clock(tmp_path, 1000.0)
+    RunClock(tmp_path, 1000.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert Clock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
+    assert RunClock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not Clock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
+    assert not RunClock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
 
 
 def test_an_island_leaves_when_another_round_does_not_fit(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import diloco.watch.feed as feeds
 from diloco.watch.feed import MAX_STREAMS, MAX_WAITING, Feed
 from diloco.watch.view.prediction import RunPrediction
-from diloco.watch.view.run_view import Position, RunView
+from diloco.watch.view.run_view import RunView, SentRows
 from tests.diloco.sample_records import a_round
 from tests.diloco.watch.test_watch import write_island
 
@@ -21,7 +21,7 @@ class CountedView(RunView):
 
     num_reads = 0
 
-    def read(self) -> Position:
+    def read(self) -> SentRows:
         self.num_reads += 1
         return super().read()
 

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.records.metrics import EvalRecord, EventRecord, to_line
 from diloco.status.record_pages import PAGE_BYTES, RecordsPage
-from diloco.watch.collection.mirror import Mirror
+from diloco.watch.collection.mirror import RecordsMirror
 from diloco.watch.collection.record_check import FUTURE_SECONDS, PAST_SECONDS, check_record
 from diloco.watch.view.run_view import RunView
 from tests.diloco.sample_records import a_round, a_step
@@ -59,7 +59,7 @@ def test_what_cannot_be_right_is_dropped(told: str) -> None:
 
 
 def test_a_page_of_lies_leaves_the_records_that_are_right(tmp_path: Path) -> None:
-    mirror = Mirror(tmp_path / "island-0")
+    mirror = RecordsMirror(tmp_path / "island-0")
     good, now = to_line(a_step(7)), a_step().time
     lines = "\x00\u2028\n" + good + "{\n" + line(a_step(), time=now, tokens=1 << 70) + "\n"
     lines += line(a_step(), time=now, noise_scale={"noise": 1e400}) + "\n"

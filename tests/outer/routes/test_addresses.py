@@ -5,7 +5,7 @@ import pytest
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.errors import InputError, MessageError
-from outer.routes.addresses import Behind, IslandAddress, Route, find_key, parse_island_address, parse_relays
+from outer.routes.addresses import IslandAddress, RelayTarget, Route, find_key, parse_island_address, parse_relays
 from outer.transports.tls.addresses import build_address, choose_announced_host
 from tests.outer.nets import run
 
@@ -22,8 +22,8 @@ def test_an_address_is_its_text_and_the_direct_route_comes_first():
         KEY,
         (
             Route("203.0.113.7", 31400),
-            Route("relay.example", 31500, Behind(3, "payloads")),
-            Route("[2001:db8::1]", 31501, Behind(3, "payloads")),
+            Route("relay.example", 31500, RelayTarget(3, "payloads")),
+            Route("[2001:db8::1]", 31501, RelayTarget(3, "payloads")),
         ),
     )
     assert address.routes[2].place == ("2001:db8::1", 31501)

@@ -20,7 +20,7 @@ from inner.config import DataConfig
 from inner.data.corpus import prepare_corpus
 from inner.data.sources.build import build_source
 from inner.data.sources.documents import read_from
-from inner.data.streaming.index import Index
+from inner.data.streaming.index import ShardIndex
 from inner.data.streaming.make import MadeShard, make_shards, new_index
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
@@ -33,7 +33,7 @@ def made(config: DataConfig, processes: int = 1) -> list[MadeShard]:
     return list(make_shards(config, new_index(config, IDENTITY), 0, processes, lambda share: None))
 
 
-def index_of(config: DataConfig, shards: list[MadeShard]) -> Index:
+def index_of(config: DataConfig, shards: list[MadeShard]) -> ShardIndex:
     records, last = tuple(shard.made.record for shard in shards), shards[-1]
     change = {"shards": records, "following": last.made.following, "heldout": last.made.heldout, "is_complete": True}
     return new_index(config, IDENTITY).model_copy(update=change)

@@ -11,7 +11,7 @@ import torch
 from inner.config import DataConfig
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
-from inner.data.streaming.index import Index
+from inner.data.streaming.index import ShardIndex
 from inner.data.streaming.open import StreamOptions, open_streamed, shards_identity
 from inner.data.streaming.publish import publish
 from inner.data.streaming.store import Store
@@ -42,7 +42,7 @@ def options_of(**changes: object) -> StreamOptions:
     return StreamOptions(**{**values, **changes})  # pyright: ignore
 
 
-def published(config: DataConfig, url: str, processes: int = 1) -> Index:
+def published(config: DataConfig, url: str, processes: int = 1) -> ShardIndex:
     return publish(config, shards_identity(config), Store(url, 20.0), processes, lambda index, share: None)
 
 
