@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.measure.traffic.expected import TrafficRow
+from inner.measure.traffic.rows import TrafficRow
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 

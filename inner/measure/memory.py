@@ -48,12 +48,12 @@ def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: st
 
 def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     work = rank.work
-    params = sum(FP32 * group.shard_numel(work.degrees.fsdp) for group in rank.groups)
+    params = sum(FP32 * group.shard_numel for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
     snapshots = rank.snapshots()
     # When the optimizer steps, only gradients are left, and on a single rank the copies in the
     # compute dtype. Fused AdamW and SGD need no memory of their own.
-    in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
+    in_update = params + (rank.gathered if not work.uses_fsdp else 0)
     in_passes = max(snapshot.total - snapshot.not_gathered for snapshot in snapshots)
     beside = max(in_update, rank.gathered + rank.buffers + in_passes)
     return MemoryEstimate(
@@ -71,12 +71,12 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
     """Return the bytes of the optimizer's states for a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    num_elements = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
+    num_elements = sum(group.shard_numel for group in groups)
     in_matrices = 0
     for has_experts, count in work.layer_kinds(stages):
-        shapes = [shape for group in work.layer_groups(has_experts) for shape in group.all_shapes]
-        matrices = FsdpParamGroup(tuple(shape for shape in shapes if shape[1] > 1))
-        in_matrices += count * matrices.shard_numel(work.degrees.fsdp)
+        for group in work.layer_groups(has_experts):
+            matrices = FsdpParamGroup(tuple(s for s in group.all_shapes if s[1] > 1), num_shards=group.num_shards)
+            in_matrices += count * matrices.shard_numel
     return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
 
@@ -121,7 +121,7 @@ class _Rank:
         masters have that dtype.
         """
         work = self.work
-        if work.degrees.num_copies == 1:
+        if not work.uses_fsdp:
             copied = [group for group in self.groups if not group.is_exact]
             return work.compute_bytes(copied) if work.compute_itemsize < FP32 else 0
         if work.degrees.pp == 1:
@@ -145,7 +145,7 @@ class _Rank:
         It is 0 for dense models, whose blocks are about as large as the head or smaller.
         """
         work = self.work
-        if work.sizes.experts is None or work.degrees.num_copies == 1 or work.degrees.pp > 1:
+        if work.sizes.experts is None or not work.uses_fsdp or work.degrees.pp > 1:
             return 0
         if not work.frees_after_forward:
             return 0

@@ -16,7 +16,8 @@ from inner.config import OptimizerConfig, ParallelConfig
 from inner.config.experts import ROUTER_SUMS
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.memory import estimate_memory
-from inner.measure.traffic.expected import SCALARS, expected_traffic
+from inner.measure.traffic.expected import expected_traffic
+from inner.measure.traffic.rows import SCALARS
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import PRESETS

@@ -19,7 +19,8 @@ from diloco.planning.mesh.picture import print_section, print_text
 from diloco.planning.mesh.step_plan import StepPlan
 from diloco.planning.mesh.traffic import plain_table
 from inner.dry_run.case import Rehearsal, RehearsalResult
-from inner.measure.traffic.expected import SCALARS, TrafficRow, expected_traffic
+from inner.measure.traffic.expected import expected_traffic
+from inner.measure.traffic.rows import SCALARS, TrafficRow
 
 LIMIT_SECONDS = 3600.0
 """Time limit for the rehearsal of one rank."""

@@ -210,6 +210,6 @@ def _optimizer_bytes(work: Workload, optimizer: StateBytes) -> float:
     """
     stages = [stage for rank in range(work.degrees.pp) for stage in work.stages_at(rank)]
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    numel = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
+    numel = sum(group.shard_numel for group in groups)
     states = optimizer_bytes(work, stages, optimizer)
     return (3 * FP32 * numel + 2 * states) / work.degrees.pp

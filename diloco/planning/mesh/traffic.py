@@ -8,7 +8,8 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic.expected import ALL_RANKS, OTHER, TrafficRow, axis_of_all_ranks, expected_traffic
+from inner.measure.traffic.expected import expected_traffic
+from inner.measure.traffic.rows import ALL_RANKS, OTHER, TrafficRow, axis_of_all_ranks
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
