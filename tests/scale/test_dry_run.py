@@ -90,6 +90,30 @@ SLOW = {
         "qwen3-30b-a3b", Degrees(pp=2, dp_shard=8), num_layers=4, num_micro_batches=4, rank=15, optimizer="muon"
     ),
     "experts, 30b on 64": Case("qwen3-30b-a3b", Degrees(dp_shard=64), seq_len=4096, num_micro_batches=1),
+    "experts, 30b on 64, ep": Case("qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), seq_len=4096, num_micro_batches=1),
+    "experts, 2 layers on 64, all rows arrive": Case(
+        "qwen3-30b-a3b", Degrees(dp_shard=64, ep=8), num_layers=2, all_rows_arrive=True
+    ),
+    "experts, 2 layers on 256, rows of experts cut, Muon": Case(
+        "qwen3-30b-a3b", Degrees(dp_shard=256, ep=8), num_layers=2, optimizer="muon"
+    ),
+    "experts, 4 layers, tp and ep, whole stream, recomputed": Case(
+        "qwen3-30b-a3b",
+        Degrees(dp_shard=4, tp=2, ep=4),
+        num_layers=4,
+        parallel={"sequence_parallel": False, "recompute": "full"},
+    ),
+    **{
+        f"experts, deepseek-v3 on 512, rank {rank}": Case(
+            "deepseek-v3",
+            Degrees(pp=8, dp_shard=64, ep=64),
+            seq_len=4096,
+            num_micro_batches=8,
+            rank=rank,
+            parallel={"recompute": "full"},
+        )
+        for rank in (0, 511)
+    },
     "experts, latent attention, 5 layers on 64": Case(
         "deepseek-v3", Degrees(dp_shard=64), num_layers=5, num_micro_batches=1, parallel={"recompute": "full"}
     ),

@@ -79,6 +79,8 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
         for axes in combinations
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
+    if work.has_sparse_mesh:
+        by_axes |= {axis: rank_groups(degrees, axis) for axis in ("edp", "ep") if getattr(degrees, axis) > 1}
     if work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS:
         by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
     if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
@@ -111,7 +113,9 @@ def _what(row: TrafficRow, work: Workload) -> str:
     """Return the kind of traffic. Gradients of activations, keys and values are counted with the
     values themselves.
     """
-    if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
+    if row.axis == "ep":
+        return "rows of tokens"
+    if row.axis in ("fsdp", "tp", "edp") and row.op == "all_to_all":
         return "Muon's matrices"
     if row.axis == "dp_replicate" and row.op == "all_gather":
         return "Muon's updates"
@@ -121,6 +125,8 @@ def _what(row: TrafficRow, work: Workload) -> str:
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":
         return "weights" if row.op == "all_gather" else "gradients"
+    if row.axis == "edp":
+        return "weights of experts" if row.op == "all_gather" else "gradients of experts"
     if row.axis == "tp" and row.op == "all_reduce" and work.parallel.sequence_parallel:
         return "norms and loss"
     return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")
