@@ -2,7 +2,7 @@
 torch here.
 """
 
-from inner.measure.traffic.experts import RowsOf, count_loads, count_routing, count_rows, even_rows
+from inner.measure.traffic.experts import RowsOf, count_loads, count_routing, count_rows, planned_rows
 from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
 from inner.measure.traffic.rows import GRADIENT_BYTES, OTHER, Tally, TrafficRow
@@ -11,7 +11,7 @@ from inner.model.block_params import block_params
 from inner.model.stage import Stage
 
 
-def expected_traffic(work: Workload, pp_rank: int = 0, rows_of: RowsOf = even_rows) -> list[TrafficRow]:
+def expected_traffic(work: Workload, pp_rank: int = 0, rows_of: RowsOf = planned_rows) -> list[TrafficRow]:
     """Return the traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of
     one inner step.
 

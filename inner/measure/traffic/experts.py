@@ -26,10 +26,12 @@ RowsOf = Callable[[Workload, Stage], RowsMoved]
 """Returns the rows of a stage's layers."""
 
 
-def even_rows(work: Workload, stage: Stage) -> RowsMoved:
-    """Return the rows of one stage's layers if each expert gets equally many."""
+def planned_rows(work: Workload, stage: Stage) -> RowsMoved:
+    """Return the rows of one stage's layers if each expert gets equally many, or if the rows of all
+    ranks of ep arrive here: see `Workload.all_rows_arrive`.
+    """
     num_calls = work.num_micro_batches * _num_layers(work, stage)
-    own = -(-work.num_rows // work.degrees.ep)
+    own = -(-work.num_arriving_rows // work.degrees.ep)
     return RowsMoved(num_calls * (work.num_rows - own), num_calls * own * (work.degrees.ep - 1))
 
 
