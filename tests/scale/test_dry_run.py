@@ -218,7 +218,7 @@ def test_the_host_waits_for_the_device_once(name: str) -> None:
 
 
 @each_case
-def test_host_and_device_exchange_only_the_text_and_the_numbers_of_rows(name: str) -> None:
+def test_the_host_sends_only_the_text_and_reads_the_numbers_of_rows(name: str) -> None:
     others = {what: n for what, n in rehearsed(name).crossings.items() if not what.startswith("read by the host")}
     case = (CASES | SLOW)[name]
     # The micro-batches, and where their documents begin.
