@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SPARSE_AXES = ("pp", "dp_replicate", "edp", "ep")
+"""The axes of the same ranks as experts are spread over them."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,12 @@ class Degrees:
         """Whether the ranks with the same whole weights lie along two axes and are not all ranks."""
         return self.has_two_axes_of_replicas and self.num_copies < self.num_ranks
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int, axes: tuple[str, ...] = AXES) -> dict[str, int]:
+        """Return the rank's coordinate on each of `axes`, which are AXES or SPARSE_AXES."""
         place = {}
-        for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):
-            rank, place[axis] = divmod(rank, degree)
-        return {axis: place[axis] for axis in AXES}
+        for axis in reversed(axes):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in axes}
 
     def __str__(self) -> str:
         degrees = zip((*AXES, "ep"), (*self.sizes, self.ep), strict=True)
@@ -218,7 +221,7 @@ class IslandMesh:
         degrees = self.degrees
         sizes = degrees.pp, degrees.dp_replicate, degrees.edp, degrees.ep
         device_type = self.world.device_type
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "edp", "ep"))
+        return init_device_mesh(device_type, sizes, mesh_dim_names=SPARSE_AXES)
 
     @property
     def edp(self) -> "DeviceMesh":

@@ -7,6 +7,7 @@ host reads at any size.
     live_bytes.py      counts memory on a device
     step_tracker.py    counts memory, and copies and reads between device and host
     case.py            the input and the result of a dry run
+    routes.py          gives numbers of rows that ranks of ep would exchange
     kernels.py         makes torch choose the kernels that it chooses for CUDA
     rehearsal.py       builds the trainer and makes the step, with the unmodified trainer and a CPU build of torch
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.measure.traffic.expected import TrafficRow
-from inner.mesh import Degrees
+from inner.measure.traffic.rows import TrafficRow
+from inner.measure.workload import Workload
+from inner.mesh import Degrees, accumulation_steps
 from inner.model.sizes import ModelSizes
 
 
@@ -22,6 +23,26 @@ class Rehearsal:
     eos_id: int | None = None
     """As in TrainerSettings."""
     rank: int = 0
+    all_rows_arrive: bool = False
+    """As in Workload."""
+
+    @property
+    def work(self) -> Workload:
+        """What the planner knows of the step."""
+        data_ranks = self.degrees.num_data_ranks
+        tokens = self.optimizer.tokens_per_step
+        return Workload(
+            sizes=self.sizes,
+            degrees=self.degrees,
+            parallel=self.parallel,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            num_micro_batches=accumulation_steps(tokens, self.seq_len, self.micro_batch, data_ranks),
+            compute_itemsize=2 if self.compute_dtype == "bfloat16" else 4,
+            deals_matrices=self.optimizer.name == "muon",
+            balance=self.optimizer.balance,
+            all_rows_arrive=self.all_rows_arrive,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inner.measure.traffic.expected import (
+from inner.measure.traffic.rows import (
     ALL_RANKS,
     COPIES,
     OTHER,
@@ -46,8 +46,9 @@ _OP_OF = {name: op for op, names in OPS.items() for name in names.split()}
 
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 GROUPS = ("process_group", "group_name")
+SPLITS = "input_split_sizes"
 """Names of the arguments of torch's operations: INPUTS for this rank's input, GROUPS for the process
-group."""
+group, SPLITS for the numbers of rows that it sends to each rank, if they differ."""
 
 
 class CommCounter(TorchDispatchMode):
@@ -107,17 +108,22 @@ class CommCounter(TorchDispatchMode):
         if not op:
             return
         size = sum(_num_bytes(arguments[name]) for name in INPUTS if name in arguments)
-        sent = sent_bytes(op, size, group.size())
+        splits = arguments.get(SPLITS)
+        sent = _sent_of_splits(size, splits, group) if splits else sent_bytes(op, size, group.size())
         # DTensor's caches may hold groups of an equal mesh that was built earlier.
         axis = self._axis_of.get(group.group_name) or self._axis_of.get(_ranks(group), OTHER)
-        key = axis, op if size > SCALARS_BYTES else SCALARS
+        # An exchange with splits is one of data, also if there is nothing to send this time.
+        key = axis, op if size > SCALARS_BYTES or splits else SCALARS
         calls, total = self._totals.get(key, (0, 0))
         self._totals[key] = calls + 1, total + sent
 
 
-def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
+def island_groups(mesh: IslandMesh, *, has_experts: bool = False) -> dict[str, ProcessGroup]:
     """Return the process group of this rank along each axis of the mesh, and that of all ranks
     unless they are an axis. The ranks that FSDP shards over form one axis.
+
+    `has_experts`: whether the model has experts, which may be spread over a mesh of their own. Every
+    rank must call it.
     """
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     if mesh.degrees.cp > 1:
@@ -126,6 +132,8 @@ def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
         groups[COPIES] = mesh.copies_group
     if axis_of_all_ranks(mesh.degrees) == ALL_RANKS:
         groups[ALL_RANKS] = _default_group()
+    if has_experts and mesh.degrees.has_sparse_mesh:
+        groups |= {axis: mesh.sparse[axis].get_group() for axis in ("edp", "ep")}
     return groups
 
 
@@ -144,6 +152,12 @@ def _group(group: Any) -> ProcessGroup:
     if isinstance(group, str):
         return _resolve_process_group(group)  # pyright: ignore[reportArgumentType] - a NewType of str
     return ProcessGroup.unbox(group)
+
+
+def _sent_of_splits(size: int, splits: list[int], group: ProcessGroup) -> int:
+    """Return the bytes that leave this rank, of `size` bytes in parts of these numbers of rows."""
+    rows = sum(splits)
+    return size * (rows - splits[group.rank()]) // rows if rows else 0
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ class PlacedParam:
     """The pp coordinate of the ranks that hold the parameter."""
     cuts: tuple[tuple[str, str], ...]
     """(axis, `rows`, `columns`, `experts` or `whole`) for each of dp_replicate, fsdp and tp that has
-    more than one rank."""
+    more than one rank, and for edp and ep if experts are spread over them; `-` for an axis that the
+    parameter is not spread over."""
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -56,7 +57,7 @@ def find_placements(
         # The compute dtype does not matter here, because parameters are stored in fp32.
         layout = Layout(model, seq_len, mesh, parallel, torch.bfloat16, nowhere)
         placed = [
-            _place(name, param, degrees, pp)
+            _place(name, param, degrees, pp, has_sparse_mesh=layout.has_sparse_mesh)
             for pp, stage in _all_stages(layout)
             for name, param in stage.named_parameters()
         ]
@@ -72,15 +73,14 @@ def _all_stages(layout: Layout) -> list[tuple[int, Transformer]]:
     return [(pp, build_stage(layout, stage)) for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)]
 
 
-def _place(name: str, param: Tensor, degrees: Degrees, pp: int) -> PlacedParam:
-    cuts = {
-        axis: "whole"
-        for axis, degree in (("dp_replicate", degrees.dp_replicate), (FSDP_AXIS, degrees.fsdp), ("tp", degrees.tp))
-        if degree > 1
-    }
+def _place(name: str, param: Tensor, degrees: Degrees, pp: int, *, has_sparse_mesh: bool) -> PlacedParam:
+    is_expert = is_stacked(name, param.ndim)
+    own = ("dp_replicate", "edp", "ep") if has_sparse_mesh and is_expert else ("dp_replicate", FSDP_AXIS, "tp")
+    axes = ("dp_replicate", FSDP_AXIS, "tp", "edp", "ep") if has_sparse_mesh else own
+    cuts = {axis: "whole" if axis in own else "-" for axis in axes if getattr(degrees, axis) > 1}
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()
-        dims = ("experts", "rows", "columns") if is_stacked(name, param.ndim) else ("rows", "columns")
+        dims = ("experts", "rows", "columns") if is_expert else ("rows", "columns")
         cuts |= {axis: _cut(each, dims) for axis, each in zip(names, param.placements, strict=True) if axis in cuts}
     local = local_tensor(param)
     return PlacedParam(

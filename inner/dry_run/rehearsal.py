@@ -1,8 +1,9 @@
 """Make one inner step of one rank on the dry run's device, with the real trainer at its real
 size.
 
-A mixture of experts is routed evenly: a rank has per_token rows for each of its tokens, and the
-counts that the host reads from the device are equal for all experts.
+A mixture of experts is routed evenly, because routers have no values to choose by: a rank has
+per_token rows for each of its tokens, and the ranks of ep send each other equally many of them
+(routes.py). Counts that the host reads from the device are equal for all experts.
 """
 
 import time
@@ -17,6 +18,7 @@ from inner.data.micro_batch import Cutter, Packing, build_packing
 from inner.dry_run.accelerator import DEVICE_TYPE
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.dry_run.comm_counter import CommCounter, island_groups
+from inner.dry_run.routes import set_routes
 from inner.dry_run.step_tracker import StepTracker
 from inner.dry_run.world import enter_world, without_values
 from inner.mesh import IslandMesh
@@ -53,12 +55,15 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
     started = time.perf_counter()
     enter_world(case.degrees.num_ranks, case.rank)
     mesh = IslandMesh(case.degrees, DEVICE_TYPE)
+    # The groups are made here, because making them needs values.
+    groups = island_groups(mesh, has_experts=case.sizes.experts is not None)
     with without_values():
         trainer = build_rehearsing_trainer(case, mesh)
+        set_routes(trainer.model_parts, case.work)
         windows = _make_windows(case, trainer.micro_batches_per_step)
         with StepTracker():
             trainer.step(windows)
-        with CommCounter(island_groups(mesh)) as counter, StepTracker(_state_of(trainer)) as tracker:
+        with CommCounter(groups) as counter, StepTracker(_state_of(trainer)) as tracker:
             trainer.step(windows)
     return RehearsalResult(
         rank=case.rank,

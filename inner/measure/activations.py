@@ -37,7 +37,7 @@ class ActivationMemory:
         if recompute == "full":
             return self.stream + (kept_choices(self.work) if has_experts else 0)
         if recompute == "selective":
-            return self.stream + self._attention.products + feed_forward.products + self._gathered
+            return self.stream + self._attention.products + feed_forward.products + self._gathered(has_experts)
         outside = 2 * self.stream_norm + input_bytes(self.work) + feed_forward.kept
         return outside if recompute == "attention" else outside + self._attention.kept
 
@@ -84,16 +84,18 @@ class ActivationMemory:
     def _feed_forward(self, has_experts: bool) -> HalfMemory:
         return feed_forward_memory(self.work, has_experts)
 
-    @property
-    def _gathered(self) -> int:
-        """Bytes of the stream that selective recomputation keeps, because tensor parallelism gathers
-        it before each half of a layer, and scatters it after.
+    def _gathered(self, has_experts: bool) -> int:
+        """Return the bytes of the stream that selective recomputation keeps, because tensor parallelism
+        gathers it before each pair of matrices, and scatters it after.
         """
         work = self.work
         if work.degrees.tp == 1:
             return 0
         inputs = input_bytes(work)
-        return 2 * (inputs + self.stream) if work.parallel.splits_stream(work.degrees.tp) else 2 * inputs
+        pairs = work.num_matrix_pairs(has_experts)
+        if work.parallel.splits_stream(work.degrees.tp):
+            return pairs * (inputs + self.stream)
+        return (pairs + has_experts) * inputs
 
 
 @dataclass(frozen=True)

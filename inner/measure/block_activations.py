@@ -131,38 +131,58 @@ def feed_forward_memory(work: Workload, has_experts: bool) -> HalfMemory:
 def _mixture_memory(work: Workload) -> HalfMemory:
     """Return the memory of a mixture of experts.
 
-    Every token has a row for each of its experts. As long as ranks do not exchange rows, a rank has
-    `per_token` rows for each of its tokens, however evenly the router spreads them.
+    Every token has a row for each of its experts. A rank has `per_token` rows for each of the tokens
+    that it routes. If ranks exchange rows, its experts compute as many, or more if routers prefer
+    them.
     """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
     itemsize = work.compute_itemsize
-    num_rows = work.tokens * experts.per_token
     inputs = input_bytes(work)
-    rows = itemsize * num_rows * work.sizes.dim
-    hidden = itemsize * num_rows * experts.dim
-    shared = itemsize * work.tokens * experts.shared * experts.dim
+    sent = itemsize * work.num_rows * work.sizes.dim
+    rows = itemsize * work.num_arriving_rows * work.sizes.dim
+    hidden = itemsize * work.num_arriving_rows * experts.dim
+    shared = itemsize * work.tokens * -(-experts.shared * experts.dim // work.degrees.tp)
     # The results of a token's experts are weighted and added in fp32.
-    results = FP32 * num_rows * work.sizes.dim
-    logits = FP32 * work.tokens * experts.number
-    keeps_input = itemsize == FP32 or shared > 0
-    # The router's input in fp32 is the layer's own input if that is fp32.
-    router_input = 0 if itemsize == FP32 else FP32 * work.tokens * work.sizes.dim
-    kept = inputs * keeps_input + router_input + _kept_by_router(work)
-    kept += rows + 4 * hidden + results + 4 * shared
+    results = FP32 * work.num_rows * work.sizes.dim
+    logits = FP32 * work.routed_tokens * experts.number
+    travels = work.degrees.ep > 1
+    kept = _inputs_of_mixture(work) + _kept_by_router(work) + rows + 4 * hidden + results + 4 * shared
+    kept += 2 * INDEX * work.num_arriving_rows * travels
     weights = sum(param.numel(work.sizes) for param in block_params(work.sizes, has_experts=True) if param.is_stacked)
     # First the gradients of weighted results, and their products with the results, exist in fp32. At
     # the end the gradients of the experts' weights exist, and those of the rows, which are added up
     # in fp32.
     at_start = 2 * results + inputs + 2 * shared
     in_fp32 = results if itemsize < FP32 else 0
-    at_end = itemsize * weights + rows + max(rows + 2 * hidden, in_fp32) - 4 * hidden - results
+    of_weights = itemsize * weights // work.degrees.ep
+    at_end = of_weights + rows + max(rows + 2 * hidden, in_fp32) - 4 * hidden - results
+    # Rows that return are sorted once more, before the results can be freed.
+    between = (2 * rows + inputs) * travels
     return HalfMemory(
         kept=kept,
-        products=logits + 2 * hidden + rows + kept_choices(work) + (2 * shared + inputs) * (shared > 0),
+        products=logits
+        + 2 * hidden
+        + rows
+        + (rows + sent) * travels
+        + kept_choices(work)
+        + (2 * shared + inputs) * (shared > 0),
         outputs=logits + 2 * hidden + rows + inputs + 2 * shared,
-        backward=max(at_start, at_end),
+        backward=max(at_start, at_end, between),
     )
+
+
+def _inputs_of_mixture(work: Workload) -> int:
+    """Return the bytes of a layer's input that its router and its shared experts keep.
+
+    The router keeps it in fp32, at the positions that the rank routes. That is the layer's own input
+    if that is fp32 and the rank routes all of its positions.
+    """
+    experts = work.sizes.experts
+    assert experts is not None, "the layer has experts"
+    routed = FP32 * work.routed_tokens * work.sizes.dim
+    is_own = work.compute_itemsize == FP32 and work.degrees.tp == 1
+    return routed + input_bytes(work) * (experts.shared > 0 and not is_own)
 
 
 def kept_choices(work: Workload) -> int:
@@ -171,7 +191,7 @@ def kept_choices(work: Workload) -> int:
     """
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
-    num_rows = work.tokens * experts.per_token
+    num_rows = work.num_rows
     loads = FP32 * work.micro_batch * experts.number if work.balance.sequence_loss else 0
     return INDEX * num_rows + num_rows * (experts.capacity is not None) + loads
 
@@ -180,13 +200,14 @@ def _kept_by_router(work: Workload) -> int:
     """Return the bytes of scores, of the chosen experts, of the order of the rows, and of weights."""
     experts = work.sizes.experts
     assert experts is not None, "the layer has experts"
-    num_rows = work.tokens * experts.per_token
-    scores = FP32 * work.tokens * experts.number
+    num_rows = work.num_rows
+    tokens = work.routed_tokens
+    scores = FP32 * tokens * experts.number
     kept = scores + kept_choices(work) + 2 * INDEX * num_rows + FP32 * num_rows
     if experts.renormalise:
-        kept += FP32 * (num_rows + work.tokens)
+        kept += FP32 * (num_rows + tokens)
     if work.balance.sequence_loss:
-        kept += FP32 * work.tokens
+        kept += FP32 * tokens
     if work.balance.router_z_loss:
-        kept += scores + FP32 * work.tokens
+        kept += scores + FP32 * tokens
     return kept

@@ -172,7 +172,7 @@ class GroupGradients:
 
     @property
     def _is_reduced(self) -> bool:
-        if self.work.degrees.num_copies == 1:
+        if not self.work.uses_fsdp:
             return False
         return self.work.reduces_each_micro_batch or self.number == self.work.num_micro_batches - 1
 
@@ -205,15 +205,15 @@ class GroupGradients:
         """Return the bytes of a group's gradients from earlier backwards."""
         if self.number == 0:
             return 0
-        return FP32 * group.shard_numel(self.work.num_shards if self.work.reduces_each_micro_batch else 1)
+        return FP32 * (group.shard_numel if self.work.reduces_each_micro_batch else group.numel)
 
     def _done(self, group: FsdpParamGroup) -> int:
         """Return the bytes of a group's gradients after this backward."""
-        return FP32 * group.shard_numel(self.work.num_shards if self._is_reduced else 1)
+        return FP32 * (group.shard_numel if self._is_reduced else group.numel)
 
     def _own(self, group: FsdpParamGroup) -> int:
         """Return the bytes of a group's gradients from this backward, before they are reduced."""
-        if self.work.degrees.num_copies == 1:
+        if not self.work.uses_fsdp:
             # Each gradient is added to the gradient of its fp32 master at once.
             return FP32 * group.numel * (self.number == 0)
         return self.work.itemsize(group) * group.numel * self._is_apart
@@ -227,7 +227,7 @@ class GroupGradients:
         if self._left(group) and not self.work.reduces_each_micro_batch:
             own = self._left(group)  # Earlier micro-batches have left whole gradients, which are reduced now.
             return FP32 * group.numel + own
-        shard = FP32 * group.shard_numel(self.work.num_shards)
+        shard = FP32 * group.shard_numel
         # FSDP holds the last gradient of a group until the group is reduced. For an untied table
         # this is nearly the whole group.
         own = max(self._own(group) - shard, 0) if self.work.sizes.tie_embeddings else self._own(group)

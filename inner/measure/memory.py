@@ -48,7 +48,7 @@ def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: st
 
 def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     work = rank.work
-    params = sum(FP32 * group.shard_numel(work.num_shards) for group in rank.groups)
+    params = sum(FP32 * group.shard_numel for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
     snapshots = rank.snapshots()
     # When the optimizer steps, only gradients are left, and without FSDP the copies in the compute
@@ -71,12 +71,12 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
     """Return the bytes of the optimizer's states for a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    num_elements = sum(group.shard_numel(work.num_shards) for group in groups)
+    num_elements = sum(group.shard_numel for group in groups)
     in_matrices = 0
     for has_experts, count in work.layer_kinds(stages):
-        shapes = [shape for group in work.layer_groups(has_experts) for shape in group.all_shapes]
-        matrices = FsdpParamGroup(tuple(shape for shape in shapes if shape[1] > 1))
-        in_matrices += count * matrices.shard_numel(work.num_shards)
+        for group in work.layer_groups(has_experts):
+            matrices = FsdpParamGroup(tuple(s for s in group.all_shapes if s[1] > 1), num_shards=group.num_shards)
+            in_matrices += count * matrices.shard_numel
     return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from inner.config import BalanceConfig, ParallelConfig
+from inner.config import BalanceConfig, ExpertsConfig, ParallelConfig
 from inner.flops import layer_costs
 from inner.mesh import Degrees
 from inner.model.block_params import ROUTER, BlockParam, block_params
@@ -43,6 +43,9 @@ class Workload:
     longest_seq_len: int | None = None
     """Length of the longest sequences of the run, by which layers are dealt to pipeline stages.
     None: `seq_len`."""
+    all_rows_arrive: bool = False
+    """Whether the routers of all ranks of ep send all their tokens to this rank's experts. Otherwise each
+    expert gets equally many."""
 
     @property
     def tokens(self) -> int:
@@ -54,6 +57,52 @@ class Workload:
         """Number of positions of the residual stream that a rank holds; fewer under sequence parallelism."""
         tp = self.degrees.tp
         return -(-self.tokens // tp) if self.parallel.splits_stream(tp) else self.tokens
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of positions of one micro-batch that a rank routes to experts. Ranks of tp divide
+        the positions of a rank among them.
+        """
+        return -(-self.tokens // self.degrees.tp)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that a rank sends to experts in a layer: one per token and chosen expert."""
+        return self.routed_tokens * self._experts.per_token
+
+    @property
+    def num_arriving_rows(self) -> int:
+        """Number of rows that a rank's experts compute in a layer."""
+        if not self.all_rows_arrive or self.degrees.ep == 1:
+            return self.num_rows
+        # The chosen experts of a token differ, so they are on one rank only as far as it has experts.
+        return self.degrees.ep * self.routed_tokens * min(self._experts.per_token, self.num_held_experts)
+
+    @property
+    def num_held_experts(self) -> int:
+        """Number of a layer's experts that a rank of ep computes."""
+        return self._experts.number // self.degrees.ep
+
+    @property
+    def cuts_rows_of_experts(self) -> bool:
+        """Whether edp shards the rows of each expert, because it has more ranks than experts."""
+        return self.has_sparse_mesh and self.degrees.edp > self.num_held_experts
+
+    @property
+    def _experts(self) -> ExpertsConfig:
+        assert self.sizes.experts is not None, "the model has experts"
+        return self.sizes.experts
+
+    @property
+    def has_sparse_mesh(self) -> bool:
+        """Whether the model has experts, and they are spread in another way than other weights."""
+        return self.sizes.experts is not None and self.degrees.has_sparse_mesh
+
+    def num_matrix_pairs(self, has_experts: bool) -> int:
+        """Return the number of a layer's pairs of matrices that tensor parallelism divides: those of
+        attention, and of a feed-forward or the shared experts.
+        """
+        return 2 if not has_experts or self._experts.shared else 1
 
     @property
     def q_numel(self) -> int:
@@ -77,8 +126,10 @@ class Workload:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP gathers the weights and reduces their gradients."""
-        return self.degrees.num_copies > 1 and not self.has_whole_weights
+        """Whether FSDP gathers the weights, or the experts alone, and reduces their gradients."""
+        degrees = self.degrees
+        has_expert_copies = self.has_sparse_mesh and degrees.dp_replicate * degrees.edp > 1
+        return (degrees.num_copies > 1 or has_expert_copies) and not self.has_whole_weights
 
     @property
     def num_shards(self) -> int:
@@ -135,37 +186,51 @@ class Workload:
 
     def _find_groups(self, has_experts: bool) -> tuple["FsdpParamGroup", ...]:
         params = block_params(self.sizes, has_experts=has_experts)
-        if self.compute_itemsize == FP32:
-            return (self._group(params),)
         # The dtype of the computation belongs to a group, so a router, which computes in fp32, is a
-        # group of its own.
-        exact = [param for param in params if param.module == ROUTER]
-        others = [param for param in params if param.module != ROUTER]
-        routers = (replace(self._group(exact), is_exact=True),) if exact else ()
-        return (*routers, self._group(others))
+        # group of its own in other dtypes; and so are experts on a mesh of their own.
+        exact = [param for param in params if param.module == ROUTER and self.compute_itemsize != FP32]
+        spread = [param for param in params if param.is_stacked and self.has_sparse_mesh]
+        others = [param for param in params if param not in exact and param not in spread]
+        routers = [replace(self._group(exact), is_exact=True)] if exact else []
+        experts = [self._sparse_group(spread)] if spread else []
+        return (*experts, *routers, self._group(others))
 
     def _group(self, params: list[BlockParam]) -> "FsdpParamGroup":
         tp = self.degrees.tp
         return FsdpParamGroup(
             tuple(param.rank_shape(self.sizes, tp) for param in params if not param.is_stacked),
             tuple(param.rank_shape(self.sizes, tp) for param in params if param.is_stacked),
+            num_shards=self.num_shards,
         )
+
+    def _sparse_group(self, params: list[BlockParam]) -> "FsdpParamGroup":
+        """Return the experts of a rank of ep. edp shards experts, or the rows of each if there are
+        more ranks than experts.
+        """
+        held = self.num_held_experts
+        shapes = [param.shape(self.sizes) for param in params]
+        cuts_rows = self.cuts_rows_of_experts
+        seen = [(rows, held * cols) if cuts_rows else (held, rows * cols) for rows, cols in shapes]
+        return FsdpParamGroup((), tuple(seen), num_shards=self.degrees.edp, is_sparse=True)
 
     @property
     def table(self) -> "FsdpParamGroup":
         """Parameters of the table of the embedding, or of the head."""
-        return FsdpParamGroup(((-(-self.sizes.vocab_size // self.degrees.tp), self.sizes.dim),))
+        rows = -(-self.sizes.vocab_size // self.degrees.tp)
+        return FsdpParamGroup(((rows, self.sizes.dim),), num_shards=self.num_shards)
 
     def embedding(self, stage: Stage) -> "FsdpParamGroup":
         """Return the table of the embedding; empty if the head has the same table."""
-        return FsdpParamGroup(self.table.shapes * (stage.is_first and not self.sizes.tie_embeddings))
+        is_here = stage.is_first and not self.sizes.tie_embeddings
+        return replace(self.table, shapes=self.table.shapes * is_here)
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
         table of a tied model.
         """
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
-        return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
+        norm = ((self.sizes.dim, 1),) * stage.is_last
+        return replace(self.table, shapes=self.table.shapes * has_table + norm)
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
         """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""
@@ -205,9 +270,19 @@ class FsdpParamGroup:
 
     shapes: tuple[tuple[int, int], ...]
     expert_shapes: tuple[tuple[int, int], ...] = ()
-    """The tensors of all experts of a layer, which have a row for each expert."""
+    """The tensors of all experts of a layer, which have a row for each expert, or for each row of all
+    experts."""
+    num_shards: int = 1
+    """Number of ranks over which they are sharded."""
     is_exact: bool = False
     """Whether the parameters compute in fp32, whatever the compute dtype."""
+    is_sparse: bool = False
+    """Whether they are experts on a mesh of their own, of edp and ep."""
+
+    @property
+    def axis(self) -> str:
+        """The axis of the ranks over which they are sharded."""
+        return "edp" if self.is_sparse else "fsdp"
 
     @property
     def all_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -217,8 +292,9 @@ class FsdpParamGroup:
     def numel(self) -> int:
         return sum(rows * cols for rows, cols in self.all_shapes)
 
-    def shard_numel(self, num_ranks: int) -> int:
-        """Return the number of elements of a rank's shard. Rows are split over the ranks, and the
-        last shard is padded.
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements of a rank's shard. Rows are split over the ranks, and the last shard is
+        padded.
         """
-        return sum(-(-rows // num_ranks) * cols for rows, cols in self.all_shapes)
+        return sum(-(-rows // self.num_shards) * cols for rows, cols in self.all_shapes)

@@ -13,6 +13,7 @@ Shape suffixes: R rows of this rank's tokens sorted by expert, A rows that have 
 experts, L experts of this rank, P ranks of ep.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,9 @@ class RowExchange:
     """The exchange of rows among the ranks of ep. All of them must make each call together."""
 
     group: ProcessGroup
+    to_lists: Callable[[Tensor], list[list[int]]] = Tensor.tolist
+    """Returns the numbers of rows that are sent and received (2, P), which are on the host. A dry run, which
+    has no numbers, gives others."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,14 +65,16 @@ class RowExchange:
     def plan(self, counts_X: Tensor) -> RowRoute:
         """Return how rows travel, given this rank's number of rows for each expert, int64 (X)."""
         theirs_PL = keep(lambda: self._exchange_counts(counts_X))
-        sent = counts_X.view(self.num_ranks, -1).sum(dim=1)
-        # The host needs the numbers of rows, so it waits for the device here.
-        sizes_2P = torch.stack((sent, theirs_PL.sum(dim=1))).tolist()
-        order_A = _order_by_expert(theirs_PL)
+        sent_P = counts_X.view(self.num_ranks, -1).sum(dim=1)
+        # The host needs the numbers of rows, so it waits for the device here, but not in a
+        # repeated forward.
+        sizes_2P = keep(lambda: torch.stack((sent_P, theirs_PL.sum(dim=1))).cpu())
+        (sent, received) = self.to_lists(sizes_2P)
+        order_A = _order_by_expert(theirs_PL, sum(received))
         inverse_A = torch.empty_like(order_A)
         inverse_A[order_A] = torch.arange(len(order_A), device=order_A.device)
         ends_L = theirs_PL.sum(dim=0).cumsum(0).int()
-        return RowRoute(sizes_2P[0], sizes_2P[1], order_A, inverse_A, ends_L)
+        return RowRoute(sent, received, order_A, inverse_A, ends_L)
 
     def dispatch(self, rows_RD: Tensor, route: RowRoute) -> Tensor:
         """Return the rows for this rank's experts (A, D), sorted by expert."""
@@ -135,13 +141,15 @@ class PositionShare:
         return self.stream.scatter(F.pad(y_BSD, (0, 0, self.rank * positions, after)))
 
 
-def _order_by_expert(counts_PL: Tensor) -> Tensor:
+def _order_by_expert(counts_PL: Tensor, num_rows: int) -> Tensor:
     """Return the places of rows that lie by rank and then by expert, in the order by expert and
     then by rank.
+
+    `num_rows`: the sum of the counts. If it were not given, the host would wait for it.
     """
     (P, L) = counts_PL.shape
     experts_PL = torch.arange(L, device=counts_PL.device).expand(P, L)
-    expert_A = experts_PL.flatten().repeat_interleave(counts_PL.flatten())
+    expert_A = experts_PL.flatten().repeat_interleave(counts_PL.flatten(), output_size=num_rows)
     return expert_A.argsort(stable=True)
 
 

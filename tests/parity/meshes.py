@@ -1,6 +1,7 @@
 """Meshes to compare with one process, and what a rank sees of 20 AdamW steps on one."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ParallelConfig, RopeScaling
+from inner.dry_run.comm_counter import CommCounter, island_groups
+from inner.measure.traffic.rows import SCALARS, TrafficRow
+from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes, OwnModel
@@ -19,11 +23,15 @@ from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, batch, build_trainer, share, snapshot, whole_model
+from tests.inner.small import OPTIMIZER, SEQ_LEN, SEQUENCES, batch, build_trainer, share, snapshot, whole_model
+from tests.parity.choices import ChoiceLog, Choices, join
 
 ONE, PLAIN = Degrees(), ParallelConfig()
 STEPS = 20
 EOS = 7
+COUNTED = 1
+"""The step whose traffic is counted. The first one sets things up."""
+BALANCE = BalanceConfig(bias_speed=0.01, sequence_loss=0.05, router_z_loss=0.01)
 HELDOUT = 5
 """Windows; not a multiple of any number of data ranks here but one."""
 
@@ -77,10 +85,32 @@ class Case:
     parallel: ParallelConfig = PLAIN
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the trainer, both on the mesh and on one process."""
+    replays: bool = False
+    """Whether routers are forced to choose what they choose on one process."""
 
     @property
     def reference(self) -> "Case":
         return Case(sizes=self.sizes, settings=self.settings)
+
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.sizes, ModelSizes) and self.sizes.experts is not None
+
+    @property
+    def work(self) -> Workload:
+        """What the planner knows of the case."""
+        assert isinstance(self.sizes, ModelSizes), "an own model has no plan"
+        micro_batch = self.settings["micro_batch"]
+        return Workload(
+            sizes=self.sizes,
+            degrees=self.degrees,
+            parallel=self.parallel,
+            seq_len=SEQ_LEN,
+            micro_batch=micro_batch,
+            num_micro_batches=SEQUENCES // micro_batch // self.degrees.num_data_ranks,
+            compute_itemsize=2 if self.settings["compute_dtype"] == "bfloat16" else 4,
+            balance=BALANCE,
+        )
 
     def __str__(self) -> str:
         """A test's name, for example pp2-tp2-zbv-tied."""
@@ -98,6 +128,7 @@ class Case:
             "latent": LATENT,
         }
         words += [name for name, sizes in named.items() if self.sizes == sizes]
+        words += ["narrow"] if self.replays else []
         words += ["documents"] if "eos_id" in self.settings else []
         words += ["bf16"] if self.settings["compute_dtype"] == "bfloat16" else []
         others = self.parallel.model_dump(exclude_defaults=True, exclude={"schedule", "context"})
@@ -110,16 +141,17 @@ def case(
     micro_batch: int = 3,
     eos_id: int | None = None,
     compute_dtype: str = "float32",
+    replays: bool = False,
     **how: Any,
 ) -> Case:
     """For example case("pp2 tp2", TIED, schedule="zbv"); `how` makes up the ParallelConfig."""
     named = {axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz")) for axis in degrees.split()}
     settings: dict[str, Any] = {"micro_batch": micro_batch, "compute_dtype": compute_dtype}
-    if isinstance(sizes, ModelSizes) and sizes.experts is not None:
+    if isinstance(sizes, ModelSizes) and sizes.experts is not None and not replays:
         settings["draw_weights"] = with_wide_routers
     if eos_id is not None:
         settings["eos_id"] = eos_id
-    return Case(Degrees(**named), sizes, ParallelConfig(**how), settings)
+    return Case(Degrees(**named), sizes, ParallelConfig(**how), settings, replays)
 
 
 def with_wide_routers(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
@@ -148,12 +180,22 @@ class Life:
     final: dict[str, Tensor] = field(default_factory=dict)
     last_pieces: list[Tensor] = field(default_factory=list)
     is_in_place: bool = False
+    choices: Choices = field(default_factory=dict)
+    """Of this rank's routers."""
+    num_flipped: int = 0
+    """Number of positions of this rank whose choice was replayed, and would have been another."""
+    traffic: list[TrafficRow] = field(default_factory=list)
+    """Sent in step COUNTED, by a mixture of experts."""
+    rows_to: dict[int, list[int]] = field(default_factory=dict)
+    """By layer: rows of step COUNTED whose experts are on each rank of ep."""
 
 
 @cache
 def lives(case: "Key") -> list[Life]:
     """Every rank's life, by rank."""
-    return run_ranks(live, case.value.degrees.num_ranks, case.value, timeout_seconds=600)
+    given = case.value
+    replayed = join([life.choices for life in of(given.reference)]) if given.replays else None
+    return run_ranks(live, given.degrees.num_ranks, given, replayed, timeout_seconds=600)
 
 
 @dataclass(frozen=True)
@@ -168,16 +210,16 @@ def of(case: Case) -> list[Life]:
     return lives(Key(repr(case), case))
 
 
-def live(rank: int, case: Case) -> Life:
+def live(rank: int, case: Case, replayed: Choices | None = None) -> Life:
     """20 steps on one mesh. Clipping is tested by the norm: unclipped gradients can be compared with one another."""
-    balance = BalanceConfig(bias_speed=0.01, sequence_loss=0.05, router_z_loss=0.01)
-    config = OPTIMIZER.model_copy(update={"clip_norm": None, "balance": balance})
+    config = OPTIMIZER.model_copy(update={"clip_norm": None, "balance": BALANCE})
     trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
     params = trainer.params
     theta0, holders = whole_model(params)
     last = "out.weight" if case.sizes == OWN else "down_proj.weight"
     num_holders = {n for name, held in holders.items() if name.endswith(last) for n in held.flatten().tolist()}
     heldout = [batch(1000 + number)[: trainer.settings.micro_batch] for number in range(HELDOUT)]
+    groups = island_groups(trainer.mesh, has_experts=case.has_experts)
     life = Life(
         params.specs,
         params.slices,
@@ -193,15 +235,32 @@ def live(rank: int, case: Case) -> Life:
             life.gradients = whole_gradients(trainer)
 
     register_optimizer_step_pre_hook(keep_gradients)
+    log = ChoiceLog(trainer, replayed) if case.has_experts else None
     for step in range(STEPS):
         micro_batches = share(trainer, batch(step))
         assert len(micro_batches) == trainer.micro_batches_per_step
-        life.steps.append(trainer.step(micro_batches))
+        if log is not None:
+            log.begin(step)
+        counter = CommCounter(groups) if log is not None and step == COUNTED else nullcontext()
+        with counter:
+            life.steps.append(trainer.step(micro_batches))
+        if isinstance(counter, CommCounter):
+            life.traffic = [row for row in counter.rows if row.op != SCALARS]
+    if log is not None:
+        keep_log(life, log)
     final, _ = whole_model(params)
     life.final = final if rank == 0 else {}
     life.last_pieces = snapshot(params)
     life.is_in_place = addresses == [params.read(index).data_ptr() for index in range(len(params.slices))]
     return life
+
+
+def keep_log(life: Life, log: ChoiceLog) -> None:
+    """Keep what the routers of a rank have done."""
+    life.choices = log.choices
+    life.num_flipped = log.num_flipped
+    layers = [layer for step, layer in log.choices if step == COUNTED]
+    life.rows_to = {layer: log.rows_to(COUNTED, layer, log.trainer.mesh.degrees.ep) for layer in layers}
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:

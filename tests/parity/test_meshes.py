@@ -5,15 +5,23 @@ Some of up to 4 ranks by default; all of them, up to 16: pytest tests/parity -m 
 
 import hashlib
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from inner.measure.traffic.expected import expected_traffic
+from inner.measure.traffic.experts import RowsMoved
+from inner.measure.traffic.rows import merge_axes
+from inner.measure.workload import Workload
 from inner.model.sizes import ModelSizes
+from inner.model.stage import Stage
 from inner.parallel.weights.zero_stage import has_whole_weights
 from tests.inner.small import OPTIMIZER, batch
-from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, TIED, Case, Life, case, of
+from tests.parity.choices import join
+from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, STEPS, TIED, Case, Life, case, of
 
 FEW = [
     case("dp_shard2"),
@@ -129,9 +137,30 @@ REST = [
     case("pp2 cp2", schedule="interleaved_1f1b", compile=True),
     case("pp2 dp_replicate2 cp2 tp2", schedule="interleaved_zero_bubble", recompute="full", micro_batch=1),
 ]
-CASES = [*FEW, *(pytest.param(other, marks=pytest.mark.slow) for other in REST)]
+# Routers near ties: they replay the choices of one process.
+NARROW = [
+    case("dp_shard2 ep2", MIXTURE, replays=True),
+    *(
+        pytest.param(other, marks=pytest.mark.slow)
+        for other in (
+            case("cp2", LATENT, micro_batch=6, replays=True),
+            case("dp_shard2 tp2 ep2", MIXTURE, micro_batch=6, sequence_parallel=False, replays=True),
+            case("pp2 dp_shard2 ep2", MIXTURE, schedule="zbv", recompute="full", replays=True),
+            case("dp_shard2 cp2 tp2 ep2", MIXTURE, recompute="selective", replays=True),
+        )
+    ),
+]
+CASES = [*FEW, *NARROW, *(pytest.param(other, marks=pytest.mark.slow) for other in REST)]
 
 on_every_mesh = pytest.mark.parametrize("case", CASES, ids=lambda case: str(case))
+
+
+def is_mixture(given: Any) -> bool:
+    """Whether an entry of CASES has experts."""
+    return (given if isinstance(given, Case) else given.values[0]).has_experts
+
+
+on_every_mixture = pytest.mark.parametrize("case", list(filter(is_mixture, CASES)), ids=lambda case: str(case))
 
 
 def digest(values: dict[str, Tensor]) -> str:
@@ -195,6 +224,54 @@ def test_20_steps_choose_the_experts_that_one_process_chooses(case: Case) -> Non
             assert (got.routing.layers, got.routing.counts) == (expected.routing.layers, expected.routing.counts)
             assert got.routing.sequence_loss == pytest.approx(expected.routing.sequence_loss, rel=1e-3)
             assert got.routing.router_z_loss == pytest.approx(expected.routing.router_z_loss, rel=1e-3)
+
+
+@on_every_mixture
+def test_every_choice_of_the_first_step_is_that_of_one_process(case: Case) -> None:
+    got = join([life.choices for life in of(case)])
+    for (step, layer), chosen in join([reference(case).choices]).items():
+        assert step > 0 or torch.equal(got[step, layer], chosen), f"layer {layer}"
+
+
+@on_every_mixture
+def test_every_choice_of_20_steps_is_that_of_one_process(case: Case) -> None:
+    got = join([life.choices for life in of(case)])
+    expected = join([reference(case).choices])
+    assert got.keys() == expected.keys()
+    assert len(got) == STEPS * len(case.work.sizes.expert_layers)
+    for key, chosen in expected.items():
+        assert torch.equal(got[key], chosen), f"step and layer {key}"
+
+
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_choices_that_would_have_flipped_are_few(case: Case) -> None:
+    flipped = sum(life.num_flipped for life in of(case))
+    routed = sum(int((chosen[..., 0] >= 0).sum()) for chosen in reference(case).choices.values())
+    print(f"{case}: {flipped} of {routed} choices would have been others")
+    assert flipped < routed / 100
+
+
+@on_every_mixture
+def test_a_mixture_sends_exactly_what_the_formula_says(case: Case) -> None:
+    ranks = of(case)
+    for rank, life in enumerate(ranks):
+        place = case.degrees.coordinates(rank)
+        # Where rows do not divide, the formula is that of the first ranks.
+        if any(at for axis, at in place.items() if axis != "pp"):
+            continue
+        expected = expected_traffic(case.work, place["pp"], partial(count_moved, ranks, rank))
+        assert merge_axes(life.traffic, case.degrees) == merge_axes(expected, case.degrees)
+
+
+def count_moved(ranks: list[Life], rank: int, work: Workload, stage: Stage) -> RowsMoved:
+    """The rows that a rank sent and received by the choices of all ranks of its group of ep."""
+    ep = work.degrees.ep
+    first = rank // ep * ep
+    layers = [layer for layer in stage.layers if layer in work.sizes.expert_layers]
+    sent = sum(sum(ranks[rank].rows_to[layer]) - ranks[rank].rows_to[layer][rank - first] for layer in layers)
+    others = [other for other in range(first, first + ep) if other != rank]
+    received = sum(ranks[other].rows_to[layer][rank - first] for layer in layers for other in others)
+    return RowsMoved(sent, received)
 
 
 @on_every_mesh

@@ -25,6 +25,7 @@ class Mutant:
 ROOT = Path(__file__).parents[2]
 MUTANTS = [Mutant(**values) for values in yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())]
 PACKAGES = ("inner", "outer", "diloco", "tests", "scripts", "configs")
+LIMIT_SECONDS = 600
 FAILED = 1
 """Exit status of pytest if tests failed, and not for an error of its own."""
 
@@ -52,12 +53,15 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     path, *chosen = tests.split(" -k ")
     words = [path, *(["-k", chosen[0]] if chosen else []), "-x", "-m", "slow or not slow", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "280", *words]
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", str(LIMIT_SECONDS), *words]
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "HOME": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=290)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30
+    )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
 def test_a_fault_is_caught(copy: Path, mutant: Mutant) -> None:
     path = copy / mutant.path
@@ -67,4 +71,5 @@ def test_a_fault_is_caught(copy: Path, mutant: Mutant) -> None:
         found = run(copy, mutant.caught_by)
     finally:
         path.write_text(whole)
+    assert "from pytest-timeout" not in found.stdout, "the test ended at its time limit, which shows nothing"
     assert found.returncode == FAILED, found.stdout[-2000:] + found.stderr[-2000:]

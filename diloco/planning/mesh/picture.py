@@ -12,16 +12,17 @@ from rich.text import Text
 
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
 from diloco.formatting import human_bytes, human_count
-from diloco.planning.mesh.ranks import grids, select_shown
+from diloco.planning.mesh.ranks import expert_grids, grids, select_shown
 from diloco.planning.mesh.request import MeshRequest, find_limit, find_requested_hardware
 from diloco.planning.mesh.roofline import roofline_mfu, roofline_table
 from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.stages_table import print_stages
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
+from inner.flops import flops_per_token
 from inner.measure.advice import advice
 from inner.measure.param_specs import num_active, num_elements, param_specs
-from inner.measure.workload import MANAGED_STAGES
+from inner.measure.workload import MANAGED_STAGES, Workload
 from inner.mesh import AXES
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
@@ -90,6 +91,9 @@ def print_ranks(plan: StepPlan, console: Console) -> None:
     width = console.width
     name, *lines = grids(degrees, width)
     print_section(console, name, "\n".join(lines))
+    if plan.work.has_sparse_mesh:
+        name, *lines = expert_grids(degrees, width)
+        print_section(console, name, "\n".join(lines))
     if degrees.num_ranks > 1:
         which = "" if degrees.pp == 1 else " (the pp rank that sends most)"
         print_section(console, f"What a rank sends in a step{which}", traffic_table(plan.work, width))
@@ -131,16 +135,12 @@ def header(run: RunConfig, plan: StepPlan) -> str:
     lines = [
         f"model  {params_text(sizes)}: {sizes.num_layers} layers, dim {sizes.dim}, "
         f"{_heads(sizes)}, vocabulary {sizes.vocab_size}",
-        *_experts_lines(sizes),
+        *_experts_lines(work),
         f"ranks  {degrees.num_ranks} = {mesh}",
+        *_sparse_lines(work),
         f"step   {plan.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
-    if sizes.experts is not None and degrees.has_sparse_mesh:
-        lines.append(
-            f"       experts are spread over edp {degrees.edp} x ep {degrees.ep}, which the figures below leave out: "
-            "they are those of experts that are sharded like all other weights, and rows that travel are not counted"
-        )
     if plan.is_vocabulary_assumed:
         lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)")
     return "\n".join(lines)
@@ -159,16 +159,30 @@ def _heads(sizes: ModelSizes) -> str:
     return f"{sizes.num_heads} heads (keys of {latent.qk_dim}, values of {latent.value_dim}, from {latent.kv_rank})"
 
 
-def _experts_lines(sizes: ModelSizes) -> list[str]:
-    """Return a line about the experts, which every other figure counts as loaded evenly."""
+def _experts_lines(work: Workload) -> list[str]:
+    """Return lines about the experts and what a token costs."""
+    sizes = work.sizes
     experts = sizes.experts
     if experts is None:
         return []
     shared = f" and {experts.shared} shared" if experts.shared else ""
     layers = len(sizes.expert_layers)
+    flops = flops_per_token(sizes, work.seq_len).total
     return [
         f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token uses "
-        f"{experts.per_token} of them{shared}"
+        f"{experts.per_token} of them{shared}",
+        f"       {flops / 1e9:.3g} GFLOP per token, forward and backward, of the weights that it uses",
+    ]
+
+
+def _sparse_lines(work: Workload) -> list[str]:
+    """Return lines about how experts are spread over the ranks, if that is in a way of their own."""
+    if not work.has_sparse_mesh:
+        return []
+    degrees = work.degrees
+    return [
+        f"       for experts edp {degrees.edp} x ep {degrees.ep}: a rank computes with {work.num_held_experts} experts "
+        f"of a layer, on {work.num_rows:,} rows of a micro-batch if each expert gets equally many",
     ]
 
 
@@ -256,9 +270,10 @@ def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
         rows.append(("live micro-batches", [str(live) for live in plan.simulation.peak_live]))
-    return rows + [
-        (name, [human_bytes(getattr(each, field)) for each in memory]) for field, name in MEMORY_ROWS.items()
-    ]
+    rows += [(name, [human_bytes(getattr(each, field)) for each in memory]) for field, name in MEMORY_ROWS.items()]
+    if work.sizes.experts is not None and work.degrees.ep > 1:
+        rows.append(("peak if all rows arrive", [human_bytes(each.peak) for each in plan.worst_memory]))
+    return rows
 
 
 def _layers(stages: Sequence[Stage]) -> str:

@@ -41,6 +41,8 @@ def show_placements(_: RunConfig, island: IslandConfig, plan: StepPlan, console:
     Console(file=console.file, width=max(width, console.width)).print(table)
     dims = "rows, columns" if work.sizes.experts is None else "rows, columns, experts"
     cuts = f" {dims}: each rank of the axis holds a block; whole: each rank holds all." if placed[0].cuts else ""
+    if work.has_sparse_mesh:
+        cuts += " -: the axis is one of experts alone, or of all other weights."
     print_text(console, f"Gradients, once they are reduced, and moments are placed like their parameters.{cuts}")
     return True
 

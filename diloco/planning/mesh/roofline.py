@@ -17,7 +17,7 @@ from diloco.planning.mesh.traffic import plain_table
 from inner.flops import flops_per_token
 from inner.measure.memory import optimizer_bytes
 from inner.measure.workload import FP32, Workload
-from inner.model.block_params import block_params
+from inner.model.block_params import ROUTER, block_params
 from inner.optim.state_bytes import StateBytes
 
 PRODUCTS = 3
@@ -108,10 +108,11 @@ def _matrices(work: Workload, has_experts: bool) -> list[tuple[int, int, int, in
     for param in block_params(work.sizes, has_experts=has_experts):
         if param.is_stacked and work.sizes.experts is not None:
             rows, columns = param.shape(work.sizes)
-            num_rows = work.tokens * work.sizes.experts.per_token
-            found.append((num_rows, rows, columns, param.num_copies(work.sizes)))
+            found.append((work.num_rows, rows, columns, work.num_held_experts))
         elif param.is_matrix:
-            found.append((work.tokens, *param.rank_shape(work.sizes, tp), 1))
+            # Ranks of tp divide the positions that a router sees.
+            num_rows = work.routed_tokens if param.module == ROUTER else work.tokens
+            found.append((num_rows, *param.rank_shape(work.sizes, tp), 1))
     return found
 
 
@@ -163,7 +164,8 @@ def _hidden_numel(work: Workload, has_experts: bool) -> int:
     """Number of elements of one hidden tensor of a layer's feed-forwards."""
     experts = work.sizes.experts
     if has_experts and experts is not None:
-        return work.tokens * (experts.per_token + experts.shared) * experts.dim
+        shared = -(-experts.shared * experts.dim // work.degrees.tp)
+        return work.num_rows * experts.dim + work.tokens * shared
     return work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
 
 
@@ -177,7 +179,7 @@ def _moved_numel(work: Workload, has_experts: bool) -> int:
     experts = work.sizes.experts
     if not has_experts or experts is None:
         return 0
-    of_tokens = work.tokens * work.sizes.dim
+    of_tokens = work.routed_tokens * work.sizes.dim
     return (2 + 2) * of_tokens + (2 + 3) * of_tokens * experts.per_token
 
 
@@ -210,6 +212,6 @@ def _optimizer_bytes(work: Workload, optimizer: StateBytes) -> float:
     """
     stages = [stage for rank in range(work.degrees.pp) for stage in work.stages_at(rank)]
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    numel = sum(group.shard_numel(work.num_shards) for group in groups)
+    numel = sum(group.shard_numel for group in groups)
     states = optimizer_bytes(work, stages, optimizer)
     return (3 * FP32 * numel + 2 * states) / work.degrees.pp

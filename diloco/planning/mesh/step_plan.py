@@ -1,6 +1,6 @@
 """The plan of an island's inner step: workload, optimizer, memory. Starts nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from diloco.config.check import check_island, list_candidates
@@ -47,6 +47,12 @@ class StepPlan:
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank, by pp coordinate."""
         return estimate_memory(self.work, self.optimizer, self.device_type)
+
+    @cached_property
+    def worst_memory(self) -> list[MemoryEstimate]:
+        """Memory of the rank of ep whose experts get the tokens of all ranks, by pp coordinate."""
+        work = replace(self.work, all_rows_arrive=True)
+        return estimate_memory(work, self.optimizer, self.device_type)
 
 
 def load_island(config: Config, index: int, memory_bytes: int | None = None) -> IslandConfig:

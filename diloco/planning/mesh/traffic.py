@@ -8,15 +8,8 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic.expected import (
-    ALL_RANKS,
-    COPIES,
-    OTHER,
-    TrafficRow,
-    axis_of_all_ranks,
-    axis_of_copies,
-    expected_traffic,
-)
+from inner.measure.traffic.expected import axis_of_copies, expected_traffic
+from inner.measure.traffic.rows import ALL_RANKS, COPIES, OTHER, TrafficRow, axis_of_all_ranks
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
@@ -93,6 +86,8 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
         for axes in combinations
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
+    if work.has_sparse_mesh:
+        by_axes |= {axis: rank_groups(degrees, axis) for axis in ("edp", "ep") if getattr(degrees, axis) > 1}
     sums_over_all = work.has_whole_weights and axis_of_copies(degrees) == ALL_RANKS
     if sums_over_all or (work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS):
         by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
@@ -130,7 +125,9 @@ def _what(row: TrafficRow, work: Workload) -> str:
     """Return the kind of traffic. Gradients of activations, keys and values are counted with the
     values themselves.
     """
-    if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
+    if row.axis == "ep":
+        return "rows of tokens"
+    if row.axis in ("fsdp", "tp", "edp") and row.op == "all_to_all":
         return "Muon's matrices"
     is_replicas = row.axis == "dp_replicate"
     if work.has_whole_weights:
@@ -143,6 +140,8 @@ def _what(row: TrafficRow, work: Workload) -> str:
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":
         return "weights" if row.op == "all_gather" else "gradients"
+    if row.axis == "edp":
+        return "weights of experts" if row.op == "all_gather" else "gradients of experts"
     if row.axis == "tp" and row.op == "all_reduce" and work.parallel.splits_stream(work.degrees.tp):
         return "norms and loss"
     return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")

@@ -2,70 +2,25 @@
 torch here.
 """
 
-from dataclasses import dataclass
-
-from inner.config.experts import ROUTER_SUMS
+from inner.measure.traffic.experts import RowsOf, count_loads, count_routing, count_rows, planned_rows
 from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
-from inner.measure.workload import FP32, FsdpParamGroup, Workload
+from inner.measure.traffic.rows import ALL_RANKS, COPIES, GRADIENT_BYTES, OTHER, Tally, TrafficRow
+from inner.measure.workload import FsdpParamGroup, Workload
 from inner.mesh import Degrees
 from inner.model.block_params import block_params
 from inner.model.stage import Stage
 
-GRADIENT_BYTES = 4
-"""Bytes per element of gradients, which are reduced in fp32."""
-OTHER = "other"
-"""Axis name for groups that do not lie along an axis of the mesh."""
-ALL_RANKS = "all ranks"
-"""Axis name for the group of all ranks of a mesh with several axes of more than one rank."""
-COPIES = "copies"
-"""Axis name for the group of the ranks of dp_replicate x fsdp, if both have more than one rank."""
-SCALARS = "scalars"
-"""Name of collectives of a few bytes, such as losses, norms and counts. They are not predicted."""
-SCALARS_BYTES = 64
-"""Collectives of at most this size are counted as SCALARS."""
-COUNT_BYTES = 8
-"""Bytes of a number that all ranks sum in fp64."""
 
-
-@dataclass(frozen=True, order=True)
-class TrafficRow:
-    """Traffic that one rank sends along one axis of the mesh by one kind of operation."""
-
-    axis: str
-    op: str
-    calls: int
-    sent_bytes: int
-
-
-def sent_bytes(op: str, size: int, num_ranks: int) -> int:
-    """Return the bytes that one rank sends in one call with `size` bytes of input, in a ring of
-    `num_ranks`.
-
-    all_gather                            (n - 1) x size         each piece passes every link but one
-    reduce_scatter, all_to_all            (n - 1) / n x size
-    all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
-    broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
-    send                                  size
-
-    No algorithm sends less than a ring; others in NCCL or gloo may send more.
-    """
-    if op == "send":
-        return size
-    if op == "all_gather":
-        return (num_ranks - 1) * size
-    times = 2 if op == "all_reduce" else 1
-    return times * (num_ranks - 1) * size // num_ranks
-
-
-def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
+def expected_traffic(work: Workload, pp_rank: int = 0, rows_of: RowsOf = planned_rows) -> list[TrafficRow]:
     """Return the traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of
     one inner step.
 
+    `rows_of` returns the rows of tokens that travel to experts on other ranks in a stage's layers.
     Collectives of a few bytes are left out (losses, norms, counts, NorMuon's number per row).
     Muon's traffic is predicted for all matrices in one param group; AdamW and SGD send nothing.
     """
-    tally = _Tally(work.degrees)
+    tally = Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)
     for stage in work.stages_at(pp_rank):
         if work.has_whole_weights:
@@ -75,9 +30,10 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
         _count_tensor(tally, work, stage)
         _count_context(tally, work, stage)
         _count_pipeline(tally, work, stage)
-        _count_loads(tally, work, stage)
+        count_loads(tally, work, stage)
+        count_rows(tally, work, stage, rows_of)
     _count_replicated(tally, work, work.stages_at(pp_rank))
-    _count_routing(tally, work)
+    count_routing(tally, work)
     _count_tied(tally, work, pp_rank)
     if work.deals_matrices:
         for exchange in list_exchanges(work, work.stages_at(pp_rank)):
@@ -85,29 +41,7 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
     return tally.rows
 
 
-class _Tally:
-    """Adds up calls and bytes by axis and operation."""
-
-    def __init__(self, degrees: Degrees) -> None:
-        self._num_ranks = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp")}
-        self._num_ranks[OTHER] = 2
-        self._num_ranks[ALL_RANKS] = degrees.num_ranks
-        self._num_ranks[COPIES] = degrees.num_copies
-        self._totals: dict[tuple[str, str], tuple[int, int]] = {}
-
-    def add(self, axis: str, op: str, calls: int, size: int) -> None:
-        """Add `calls` of an operation with `size` bytes of input each."""
-        if calls == 0 or size <= SCALARS_BYTES or self._num_ranks[axis] == 1:
-            return
-        before = self._totals.get((axis, op), (0, 0))
-        self._totals[axis, op] = before[0] + calls, before[1] + calls * sent_bytes(op, size, self._num_ranks[axis])
-
-    @property
-    def rows(self) -> list[TrafficRow]:
-        return [TrafficRow(*key, *total) for key, total in sorted(self._totals.items())]
-
-
-def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
+def _count_fsdp(tally: Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
     """Count FSDP's traffic. Weights are gathered each time after they were freed; gradients are
     reduced over replicas only in the last micro-batch.
     """
@@ -116,13 +50,13 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
     for has_experts, num_layers in work.layer_kinds([stage]):
         groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
     for group, count, times in groups:
-        shard = group.shard_numel(work.num_shards)
-        tally.add("fsdp", "all_gather", times * count, shard * work.itemsize(group))
-        tally.add("fsdp", "reduce_scatter", times * reduces, shard * work.num_shards * GRADIENT_BYTES)
+        shard = group.shard_numel
+        tally.add(group.axis, "all_gather", times * count, shard * work.itemsize(group))
+        tally.add(group.axis, "reduce_scatter", times * reduces, shard * group.num_shards * GRADIENT_BYTES)
         tally.add("dp_replicate", "all_reduce", times, shard * GRADIENT_BYTES)
 
 
-def _count_sums(tally: _Tally, work: Workload, stage: Stage) -> None:
+def _count_sums(tally: Tally, work: Workload, stage: Stage) -> None:
     """Count the sums of gradients over replicas with whole weights: a call per bucket, once per step."""
     for size in work.gradient_buckets(stage):
         tally.add(axis_of_copies(work.degrees), "all_reduce", 1, size)
@@ -137,29 +71,33 @@ def axis_of_copies(degrees: Degrees) -> str:
     return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_copies), several)
 
 
-def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
+def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
     """Count tensor parallelism's traffic. The stream is gathered before each pair of matrices, and
     partial sums are scattered after it; the backward does the reverse.
     """
     num_micro_batches = work.num_micro_batches
-    num_layers = len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
-    # The repetition of a block stops before its last matrix product, so it skips the last scatter.
-    repeats = num_layers * (work.parallel.recompute == "full")
+    gathers = scatters = reduces = stage.is_first + stage.is_last
+    for has_experts, num_layers in work.layer_kinds([stage]):
+        pairs = work.num_matrix_pairs(has_experts)
+        # The repetition of a block stops before its last sum over the ranks.
+        repeats = num_layers * (work.parallel.recompute == "full")
+        gathers += 2 * num_layers * pairs + repeats * pairs
+        scatters += 2 * num_layers * pairs + repeats
+        # If the stream is whole on each rank, the results of a mixture are put together by a sum.
+        sums = pairs + has_experts
+        reduces += 2 * num_layers * sums + repeats * (sums - 1)
     if work.parallel.splits_stream(work.degrees.tp):
-        gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
-        scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
         tally.add("tp", "reduce_scatter", num_micro_batches * scatters, whole)
     else:
-        reduces = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
     if stage.is_last:
         _count_loss(tally, work)
 
 
-def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> None:
+def _count_replicated(tally: Tally, work: Workload, stages: list[Stage]) -> None:
     """Count the sums over tp of gradients of weights that all its ranks hold: one call after all
     micro-batches.
     """
@@ -169,17 +107,18 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
     shapes: list[tuple[int, int]] = []
     for has_experts, count in work.layer_kinds(stages):
         params = block_params(sizes, has_experts=has_experts)
-        everywhere = [param for param in params if param.is_on_all_ranks(sizes, tp)]
+        # Experts are divided by ep, which counts no weight twice.
+        everywhere = [param for param in params if param.is_on_all_ranks(sizes, tp) and not param.is_stacked]
         # If the stream is whole on each rank, norms see the same values on all ranks and have the
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
     shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
-    shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.num_shards)
+    shard = FsdpParamGroup(tuple(shapes), num_shards=work.num_shards).shard_numel
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
 
-def _count_loss(tally: _Tally, work: Workload) -> None:
+def _count_loss(tally: Tally, work: Workload) -> None:
     """Count the loss's traffic. Each chunk of tokens all-reduces the largest logit, then the sums
     of exponentials and of target logits.
     """
@@ -189,7 +128,7 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
         tally.add("tp", "all_reduce", work.num_micro_batches, 8 * chunk)
 
 
-def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
+def _count_context(tally: Tally, work: Workload, stage: Stage) -> None:
     """Count context parallelism's traffic. Keys and values visit each rank, forward and backward,
     and their fp32 gradients return; ulysses exchanges heads.
 
@@ -213,34 +152,7 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
         tally.add("cp", "all_to_all", forwards + backwards, q_numel * itemsize)
 
 
-def _count_loads(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """Count the sums of the experts' loads over the ranks that share a sequence, of which the
-    sequence loss needs one per layer and micro-batch. A repeated forward does not sum again.
-    """
-    if work.sizes.experts is None or not work.balance.sequence_loss:
-        return
-    num_layers = dict(work.layer_kinds([stage])).get(True, 0)
-    loads = FP32 * work.micro_batch * work.sizes.experts.number
-    tally.add("cp", "all_reduce", work.num_micro_batches * num_layers, loads)
-
-
-def _count_routing(tally: _Tally, work: Workload) -> None:
-    """Count the sum over all ranks of what the routers did in a step: counts of each layer's
-    experts, and three other numbers (inner/optim/expert_balance.py).
-    """
-    if work.sizes.experts is None:
-        return
-    size = COUNT_BYTES * len(work.sizes.expert_layers) * (work.sizes.experts.number + ROUTER_SUMS)
-    tally.add(axis_of_all_ranks(work.degrees), "all_reduce", 1, size)
-
-
-def axis_of_all_ranks(degrees: Degrees) -> str:
-    """Return the axis that has all ranks of the mesh, or ALL_RANKS if no single axis has them."""
-    axes = ("pp", "dp_replicate", "fsdp", "tp")
-    return next((axis for axis in axes if getattr(degrees, axis) == degrees.num_ranks), ALL_RANKS)
-
-
-def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
+def _count_pipeline(tally: Tally, work: Workload, stage: Stage) -> None:
     """Count the pipeline's traffic. The stream goes to the next stage and its gradient to the
     previous stage, unless both stages are on this rank.
     """
@@ -250,12 +162,12 @@ def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
             tally.add("pp", "send", work.num_micro_batches, size)
 
 
-def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
+def _count_tied(tally: Tally, work: Workload, pp_rank: int) -> None:
     """Count the sum of a tied table's gradients over the two ends of a pipeline, which both hold
     the table.
     """
     ends = work.stage_ranks[0], work.stage_ranks[-1]
     if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
-        shard = work.table.shard_numel(work.num_shards)
+        shard = work.table.shard_numel
         # With two ranks, the two ends are all ranks of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

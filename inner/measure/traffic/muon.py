@@ -33,15 +33,26 @@ class AxisCalls(NamedTuple):
 
 def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[AxisCalls]:
     """Yield Muon's exchanges for the matrices of these stages' layers, if one param group has them
-    all. The matrices of experts are whole on their ranks, and are not sent.
+    all. The matrices of experts are not sent if they are whole on their ranks.
     """
     kinds: Counter[MatrixKind] = Counter()
+    for has_experts, num_layers in work.layer_kinds(stages):
+        if has_experts and work.cuts_rows_of_experts:
+            yield from _exchanges_of_experts(work, num_layers)
     for has_experts, num_layers in work.layer_kinds(stages):
         for param in block_params(work.sizes, has_experts=has_experts):
             if param.is_matrix and not param.is_stacked:
                 kinds[_kind_of(work, param)] += num_layers
     for kind, count in kinds.items():
         yield from _exchanges_of(work, kind, -(-count // _num_ranks(work)))
+
+
+def _exchanges_of_experts(work: Workload, num_layers: int) -> Iterator[AxisCalls]:
+    """Yield the exchanges of experts of which each rank of edp has some rows."""
+    for param in block_params(work.sizes, has_experts=True):
+        if param.is_stacked:
+            rows, cols = param.shape(work.sizes)
+            yield AxisCalls("edp", "all_to_all", 2 * num_layers, rows * cols * FP32)
 
 
 def _kind_of(work: Workload, matrix: BlockParam) -> MatrixKind:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -170,6 +171,52 @@ def test_of_a_mixture_the_header_says_what_a_token_uses():
     model = "model 1.19M parameters, 420k active: 4 layers, dim 96, 4 heads (keys of 32, values of 24, from 32)"
     assert f"{model}, vocabulary 260" in text
     assert "3 layers have 16 experts of width 64; a token uses 2 of them and 1 shared" in text
+
+
+SPREAD = [*EXPERTS[:2], "island={ranks: 16, micro_batch: 2, mesh: {pp: 2, dp_shard: 4, tp: 2, ep: 4}}"]
+
+
+def test_a_mixture_on_ep_is_drawn_a_second_time() -> None:
+    lines = picture(SPREAD)
+    first = lines.index("The same ranks for experts, ep in a cell")
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["edp", "0", "1"],
+        ["pp", "0", "0-3", "4-7"],
+        ["pp", "1", "8-11", "12-15"],
+    ]
+    assert any("edp 2 x ep 4: a rank computes with 4 experts of a layer" in line for line in lines)
+
+
+def test_rows_and_experts_have_lines_of_their_own_in_the_traffic() -> None:
+    config = load_config(FOUR, SPREAD)
+    lines = traffic_lines(build_step_plan(config.run, config.for_island(0)).work)
+    groups = {line.what: (line.axis, line.groups) for line in lines if line.axis in ("ep", "edp")}
+    neighbours = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    apart = [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert groups == {
+        "rows of tokens": ("ep", neighbours),
+        "weights of experts": ("edp", apart),
+        "gradients of experts": ("edp", apart),
+    }
+
+
+def test_a_rank_that_gets_the_rows_of_all_ranks_needs_more_memory() -> None:
+    config = load_config(FOUR, SPREAD)
+    plan = build_step_plan(config.run, config.for_island(0))
+    assert all(worst.peak > even.peak for worst, even in zip(plan.worst_memory, plan.memory, strict=True))
+    assert any(line.startswith("peak if all rows arrive") for line in picture(SPREAD))
+
+
+@pytest.mark.parametrize("rank", [0, 13, 31])
+def test_groups_of_experts_are_those_of_the_mesh_that_trains(rank: int) -> None:
+    degrees = replace(ALL_TWO, ep=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=32)
+    try:
+        mesh = IslandMesh(degrees, "cpu")
+        for axis in ("pp", "dp_replicate", "edp", "ep"):
+            assert dist.get_process_group_ranks(mesh.sparse[axis].get_group()) in rank_groups(degrees, axis), axis
+    finally:
+        dist.destroy_process_group()
 
 
 def test_of_a_mixture_all_ranks_sum_the_loads_of_experts():

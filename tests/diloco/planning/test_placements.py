@@ -64,6 +64,15 @@ def test_the_first_rank_of_each_pp_coordinate_holds_what_is_listed(model, degree
         assert listed == ranks[pp * degrees.num_ranks // degrees.pp]
 
 
+def test_experts_on_ep_are_spread_over_axes_of_their_own():
+    placed = apart(find_placements, MIXTURE, Degrees(dp_shard=2, tp=2, ep=2), ParallelConfig(), 16)
+    cuts = {each.name: dict(each.cuts) for each in placed}
+    others = {"edp": "-", "ep": "-"}
+    assert cuts["layers.1.ffn.experts.up_proj.weight"] == {"fsdp": "-", "tp": "-", "edp": "experts", "ep": "experts"}
+    assert cuts["layers.1.ffn.router.weight"] == {"fsdp": "rows", "tp": "whole"} | others
+    assert cuts["layers.1.attention.out_proj.weight"] == {"fsdp": "rows", "tp": "columns"} | others
+
+
 def test_experts_are_spread_whole_over_the_ranks():
     placed = apart(find_placements, MIXTURE, Degrees(dp_shard=4), ParallelConfig(), 16)
     found = {each.name: (each.local_shape, dict(each.cuts)["fsdp"]) for each in placed}

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
-from inner.measure.traffic.expected import SCALARS, TrafficRow, expected_traffic
+from inner.measure.traffic.expected import expected_traffic
+from inner.measure.traffic.rows import SCALARS, TrafficRow
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes

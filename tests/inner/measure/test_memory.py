@@ -150,6 +150,7 @@ MIXTURES = {
     "experts, latent, zbv, shards": Case(
         Degrees(pp=2, dp_shard=2), _pipelined("zbv"), LATENT_EXPERTS, "bfloat16", num_micro_batches=4
     ),
+    "experts, tensor": Case(Degrees(tp=2), sizes=EXPERTS),
     "latent, tensor": Case(Degrees(tp=2), sizes=LATENT_ALONE),
     "latent, tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective"), LATENT_ALONE),
 }
@@ -191,7 +192,7 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 def _knows_kept(case: Case) -> bool:
     """Whether kept memory is measurable: FSDP over several ranks leaves a buffer, a pipeline has no lone forward."""
-    return case.degrees.num_ranks == case.degrees.tp
+    return case.degrees.num_ranks == case.degrees.tp and not case.work.uses_fsdp
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
