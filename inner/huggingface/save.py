@@ -122,7 +122,7 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
     """
     import huggingface_hub
 
-    ours = {layout.name(name): name for name in tensors}
+    ours = {layout.name(name): name for name in tensors} | layout.copies
     # Use the meta device, because only the sizes are needed.
     shapes = {
         theirs: torch.empty(tensors[name].shape, dtype=_stored_dtype(name, export), device="meta")
