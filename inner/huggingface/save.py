@@ -134,7 +134,9 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
         for theirs in names:
             name = ours[theirs]
             arranged = _arrange(tensors[name], name, layout)
-            stored[theirs] = arranged.to(_stored_dtype(name, export)).contiguous()
+            arranged = arranged.to(_stored_dtype(name, export)).contiguous()
+            # safetensors refuses tensors that share memory.
+            stored[theirs] = arranged.clone() if theirs in layout.copies else arranged
         save_file(stored, folder / file, {"format": "pt"})
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         if self.embed is None or not tokens:
             return []
         # The embedding needs a valid index also for padding.
-        tokens_BS = torch.cat(tokens) if len(tokens) > 1 else x
+        tokens_BS = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
         embedded_BSD = self.embed(tokens_BS.clamp(min=0))
         return list(embedded_BSD.chunk(len(tokens))) if len(tokens) > 1 else [embedded_BSD]
 

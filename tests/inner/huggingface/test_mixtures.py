@@ -324,7 +324,7 @@ def test_extra_depths_that_a_folder_or_a_model_type_does_not_have_are_refused(tm
         fill_sizes_from_folder(ModelConfig(predict=PredictConfig(depths=1)), folder)
     words = "model.predict.depths is 1, and mixtral has no layers that predict further tokens"
     assert words in export_error(replace(TYPES["mixtral"], predict=PredictConfig(depths=1)), tmp_path / "refused")
-    dense = replace(ORDINARY, predict=PredictConfig(depths=1))
+    dense = replace(ORDINARY, experts=None, predict=PredictConfig(depths=1))
     assert "and llama has no layers" in export_error(dense, tmp_path / "refused")
 
 
