@@ -4,6 +4,7 @@ It starts no process and no process group; torch is imported only to read the or
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -129,6 +130,7 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         f"model  {params_text(sizes)}: {sizes.num_layers} layers, dim {sizes.dim}, "
         f"{_heads(sizes)}, vocabulary {sizes.vocab_size}",
         *_experts_lines(sizes),
+        *_depths_lines(sizes),
         f"ranks  {degrees.num_ranks} = {mesh}",
         f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
@@ -166,6 +168,19 @@ def _experts_lines(sizes: ModelSizes) -> list[str]:
     return [
         f"       {layers} layers have {experts.number} experts of width {experts.dim}; a token uses "
         f"{experts.per_token} of them{shared}"
+    ]
+
+
+def _depths_lines(sizes: ModelSizes) -> list[str]:
+    """Return lines about extra depths of multi-token prediction, and what leaves them out."""
+    if sizes.predict is None:
+        return []
+    of_depths = num_elements(param_specs(sizes)) - num_elements(param_specs(replace(sizes, predict=None)))
+    return [
+        f"       {sizes.num_depths} extra depths predict further tokens in training, with {human_count(of_depths)} of "
+        "the parameters, on the last stage",
+        "       FLOPs and the split into stages include them; memory and traffic below are those of the model without "
+        "them, and --dry-run counts both",
     ]
 
 
