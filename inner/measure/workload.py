@@ -73,8 +73,12 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
+        """All stages, in the order of the model. The last one has the blocks of extra depths, which are
+        counted as further layers.
+        """
         costs = layer_costs(self.sizes, self.seq_len, self.parallel.recompute)
-        return plan_stages(self.parallel, costs, self.degrees.pp)
+        (*others, last) = plan_stages(self.parallel, costs, self.degrees.pp)
+        return [*others, replace(last, layers=range(last.layers.start, self.sizes.all_layers.stop))]
 
     @cached_property
     def stage_ranks(self) -> list[int]:
@@ -138,14 +142,23 @@ class Workload:
 
     def embedding(self, stage: Stage) -> "FsdpParamGroup":
         """Return the table of the embedding; empty if the head has the same table."""
-        return FsdpParamGroup(self.table.shapes * (stage.is_first and not self.sizes.tie_embeddings))
+        embeds = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
+        return FsdpParamGroup(self.table.shapes * (embeds and not self.sizes.tie_embeddings))
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
-        table of a tied model.
+        table of a tied model. What a block of an extra depth has beside a layer is counted here.
         """
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
-        return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
+        shapes = self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last
+        return FsdpParamGroup(shapes + self._joints * stage.is_last)
+
+    @property
+    def _joints(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the parameters that only blocks of extra depths have."""
+        params = block_params(self.sizes, has_experts=False, predicts=True)
+        shapes = tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")
+        return shapes * self.sizes.num_depths
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
         """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""

@@ -172,15 +172,15 @@ def _experts_lines(sizes: ModelSizes) -> list[str]:
 
 
 def _depths_lines(sizes: ModelSizes) -> list[str]:
-    """Return lines about extra depths of multi-token prediction, and what leaves them out."""
+    """Return lines about extra depths of multi-token prediction, and how they are estimated."""
     if sizes.predict is None:
         return []
     of_depths = num_elements(param_specs(sizes)) - num_elements(param_specs(replace(sizes, predict=None)))
     return [
         f"       {sizes.num_depths} extra depths predict further tokens in training, with {human_count(of_depths)} of "
         "the parameters, on the last stage",
-        "       FLOPs and the split into stages include them; memory and traffic below are those of the model without "
-        "them, and --dry-run counts both",
+        "       (memory and traffic count each of them as a further layer with a loss of its own; --dry-run counts the "
+        "real ones)",
     ]
 
 

@@ -162,10 +162,11 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
     """Count the loss's traffic. Each chunk of tokens all-reduces the largest logit, then the sums
     of exponentials and of target logits.
     """
+    calls = work.num_micro_batches * (1 + work.sizes.num_depths)
     for first in range(0, work.tokens, work.parallel.loss_chunk):
         chunk = min(work.parallel.loss_chunk, work.tokens - first)
-        tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
-        tally.add("tp", "all_reduce", work.num_micro_batches, 8 * chunk)
+        tally.add("tp", "all_reduce", calls, 4 * chunk)
+        tally.add("tp", "all_reduce", calls, 8 * chunk)
 
 
 def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
@@ -234,7 +235,7 @@ def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
     the table.
     """
     ends = work.stage_ranks[0], work.stage_ranks[-1]
-    if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
+    if work.sizes.last_stage_embeds and ends[0] != ends[1] and pp_rank in ends:
         shard = work.table.shard_numel(work.degrees.fsdp)
         # With two ranks, the two ends are all ranks of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)
