@@ -151,10 +151,10 @@ class Workload:
         """
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
         shapes = self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last
-        return FsdpParamGroup(shapes + self._joints * stage.is_last)
+        return FsdpParamGroup(shapes + self.joints * stage.is_last)
 
     @property
-    def _joints(self) -> tuple[tuple[int, int], ...]:
+    def joints(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the parameters that only blocks of extra depths have."""
         params = block_params(self.sizes, has_experts=False, predicts=True)
         shapes = tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")

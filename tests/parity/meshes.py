@@ -64,10 +64,10 @@ LATENT = replace(
     latent=LatentConfig(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
     experts=ExpertsConfig(number=5, per_token=2, dim=16, renormalise=False),
 )
-# Multi-token prediction: two depths, then one of a mixture, then two with the head's table and latent attention.
+# Multi-token prediction: two depths, then one of a mixture, then two with a tied table and latent attention.
 PREDICT = replace(GROUPED, predict=PredictConfig(depths=2, weight=0.5))
 PREDICT_MIXTURE = replace(MIXTURE, predict=PredictConfig(depths=1, weight=0.5))
-PREDICT_TIED = replace(LATENT, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5))
+PREDICT_TIED = replace(LATENT, experts=None, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5))
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 

@@ -124,16 +124,23 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
     num_layers = len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
-    # The repetition of a block stops before its last matrix product, so it skips the last scatter.
+    num_depths = work.sizes.num_depths * stage.is_last
+    # The repetition of a block stops before its last matrix product, so it skips the last scatter,
+    # unless a norm follows, as at an extra depth.
     repeats = num_layers * (work.parallel.recompute == "full")
+    scatters_again = repeats + num_depths * (work.parallel.recompute == "full")
+    # What the head reads, and what the embedding gives, are each a single call for all depths.
+    ends = [count for count in (stage.is_last + num_depths, stage.is_first + num_depths) if count]
     if work.parallel.sequence_parallel:
-        gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
-        scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
-        tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
-        tally.add("tp", "reduce_scatter", num_micro_batches * scatters, whole)
+        tally.add("tp", "all_gather", num_micro_batches * (4 * num_layers + 2 * repeats), piece)
+        tally.add("tp", "reduce_scatter", num_micro_batches * (4 * num_layers + scatters_again), whole)
+        for count in ends:
+            tally.add("tp", "all_gather", num_micro_batches, count * piece)
+            tally.add("tp", "reduce_scatter", num_micro_batches, count * whole)
     else:
-        reduces = 4 * num_layers + repeats + stage.is_first + stage.is_last
-        tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
+        tally.add("tp", "all_reduce", num_micro_batches * (4 * num_layers + scatters_again), whole)
+        for count in ends:
+            tally.add("tp", "all_reduce", num_micro_batches, count * whole)
     if stage.is_last:
         _count_loss(tally, work)
 
@@ -153,7 +160,7 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
-    shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
+    shapes += [(sizes.dim, 1), *work.joints] * (splits_stream and stages[-1].is_last)
     shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
