@@ -147,18 +147,28 @@ class Workload:
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
-        table of a tied model. What a block of an extra depth has beside a layer is counted here.
+        table of a tied model. The memory of what blocks of extra depths have beside a layer is counted
+        here, too.
         """
+        ends = self.ends(stage)
+        return FsdpParamGroup(ends.shapes + self.joint * (self.sizes.num_depths * stage.is_last))
+
+    def ends(self, stage: Stage) -> "FsdpParamGroup":
+        """Return the same without extra depths: what FSDP gathers together."""
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
-        shapes = self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last
-        return FsdpParamGroup(shapes + self.joints * stage.is_last)
+        return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
 
     @property
-    def joints(self) -> tuple[tuple[int, int], ...]:
-        """Shapes of the parameters that only blocks of extra depths have."""
+    def joint(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the parameters that only blocks of extra depths have, for one of them."""
         params = block_params(self.sizes, has_experts=False, predicts=True)
-        shapes = tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")
-        return shapes * self.sizes.num_depths
+        return tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")
+
+    @property
+    def depth_groups(self) -> tuple["FsdpParamGroup", ...]:
+        """The parameters of the block of an extra depth, in the groups that FSDP gathers together."""
+        (*others, most) = self.layer_groups(self.sizes.experts is not None)
+        return (*others, replace(most, shapes=most.shapes + self.joint))
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
         """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""

@@ -179,8 +179,7 @@ def _depths_lines(sizes: ModelSizes) -> list[str]:
     return [
         f"       {sizes.num_depths} extra depths predict further tokens in training, with {human_count(of_depths)} of "
         "the parameters, on the last stage",
-        "       (memory and traffic count each of them as a further layer with a loss of its own; --dry-run counts the "
-        "real ones)",
+        "       (the estimate of memory counts each of them as a further layer with a loss of its own)",
     ]
 
 

@@ -106,8 +106,10 @@ def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathe
     reduced over replicas only in the last micro-batch.
     """
     reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
-    groups = [(work.embedding(stage), gathers.embedding, 1), (work.root(stage), gathers.root, 1)]
-    for has_experts, num_layers in work.layer_kinds([stage]):
+    num_depths = work.sizes.num_depths * stage.is_last
+    groups = [(work.embedding(stage), gathers.embedding, 1), (work.ends(stage), gathers.root, 1)]
+    groups += [(group, gathers.block, num_depths) for group in work.depth_groups]
+    for has_experts, num_layers in work.sizes.layer_kinds(stage.layers[: len(stage.layers) - num_depths]):
         groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
     for group, count, times in groups:
         shard = group.shard_numel(work.degrees.fsdp)
@@ -160,7 +162,7 @@ def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> Non
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
-    shapes += [(sizes.dim, 1), *work.joints] * (splits_stream and stages[-1].is_last)
+    shapes += [(sizes.dim, 1), *work.joint * sizes.num_depths] * (splits_stream and stages[-1].is_last)
     shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
