@@ -18,7 +18,7 @@ from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.balance import RoutedStep
 from inner.model.init import initialise
-from inner.model.predict import recording_depths
+from inner.model.predict import mean_losses, recording_depths
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers
@@ -181,7 +181,8 @@ class Trainer:
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
-        with self._record_routing(micro_batches) as routed, self._record_depths() as depth_sums_2P:
+        depths = recording_depths(self.model_parts, self._num_depths, self._device)
+        with self._record_routing(micro_batches) as routed, depths as depth_sums_2P:
             my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
         routing = None if self._balance is None or routed is None else self._balance.gather(routed)
         mine = torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)])
@@ -212,7 +213,7 @@ class Trainer:
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
             routing=routing,
-            depth_losses=() if is_broken else _mean_losses(of_depths),
+            depth_losses=() if is_broken else mean_losses(of_depths),
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -248,10 +249,6 @@ class Trainer:
         if self._balance is None:
             return nullcontext()
         return self._balance.recording(self._config.balance, self._counted(micro_batches, num_inputs_in))
-
-    def _record_depths(self) -> AbstractContextManager[Tensor]:
-        """Return a context in which extra depths add up their losses; see recording_depths."""
-        return recording_depths(self.model_parts, self._num_depths, self._device)
 
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every
@@ -341,9 +338,3 @@ class Trainer:
                 f"or no valid target{where}, optimizer.max_skipped_steps allows {self._config.max_skipped_steps}; "
                 "lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data"
             )
-
-
-def _mean_losses(sums: list[float]) -> tuple[float, ...]:
-    """Return the mean loss of each depth, from the summed losses and then the numbers of targets."""
-    num_depths = len(sums) // 2
-    return tuple(total / max(count, 1) for total, count in zip(sums[:num_depths], sums[num_depths:], strict=True))

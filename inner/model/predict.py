@@ -97,3 +97,9 @@ def recording_depths(stages: Sequence[Any], num_depths: int, device: torch.devic
     finally:
         for stage in recording:
             stage.depth_sums_2P = None
+
+
+def mean_losses(sums: list[float]) -> tuple[float, ...]:
+    """Return the mean loss of each depth, from the summed losses and then the numbers of targets."""
+    num_depths = len(sums) // 2
+    return tuple(total / max(count, 1) for total, count in zip(sums[:num_depths], sums[num_depths:], strict=True))
