@@ -121,7 +121,7 @@ def test_losses_and_gradients_are_those_of_the_formula(sizes: ModelSizes, eos_id
 
     weights = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
     by_row = [losses_by_hand(weights, row, masks_documents=eos_id is not None) for row in windows.tolist()]
-    totals = [sum(row[depth][0] for row in by_row) for depth in range(DEPTHS + 1)]
+    totals = [torch.stack([row[depth][0] for row in by_row]).sum() for depth in range(DEPTHS + 1)]
     counts = [sum(row[depth][1] for row in by_row) for depth in range(DEPTHS + 1)]
     torch.autograd.backward([scale * (totals[0] + WEIGHT / DEPTHS * (totals[1] + totals[2]))])
     (main, *others) = [total.item() for total in totals]
