@@ -9,13 +9,16 @@ and S positions:
 In a mixture of experts N counts the router, the shared experts and the chosen experts of a layer.
 In latent attention, where queries and keys have size E and values size W, E + W replaces 2 E.
 
+Each extra depth of multi-token prediction adds one layer, the product that joins token and stream,
+and the head.
+
 The embedding's lookup, norms, softmax and RoPE are not counted; a tied table counts once, as the
 head. At dim 4096 and S = 8192 (the 8b preset) the formula gives 57.9 GFLOP per token. If the
 backward recomputes anything, it also recomputes attention scores, because no fused kernel stores
 them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inner.config import Recompute
 from inner.model.block_params import BlockParam, block_params
@@ -50,6 +53,7 @@ class LayerCosts:
 
     layers: tuple[float, ...]
     head: float
+    """Cost of the head, and of the extra depths, which are on its stage."""
 
     @property
     def is_even(self) -> bool:
@@ -63,8 +67,10 @@ def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "non
         (count, _layer_flops(sizes, has_experts, seq_len, recompute))
         for has_experts, count in sizes.layer_kinds(range(sizes.num_layers))
     ]
+    if sizes.predict is not None:
+        layers.append((sizes.num_depths, _depth_flops(sizes, seq_len, recompute)))
     return Flops(
-        matmul=sum(count * layer.matmul for count, layer in layers) + _head_flops(sizes),
+        matmul=sum(count * layer.matmul for count, layer in layers) + _head_flops(sizes) * (1 + sizes.num_depths),
         attention=sum(count * layer.attention for count, layer in layers),
         recomputed=sum(count * layer.recomputed for count, layer in layers),
         padding=sum(count * layer.padding for count, layer in layers),
@@ -79,7 +85,9 @@ def layer_costs(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
     1m, whose vocabulary is bytes.
     """
     head = _head_flops(sizes)
-    of_layers = flops_per_token(sizes, seq_len, recompute).hardware - head
+    of_layers = flops_per_token(replace(sizes, predict=None), seq_len, recompute).hardware - head
+    if sizes.predict is not None:
+        head += sizes.num_depths * (head + _depth_flops(sizes, seq_len, recompute).hardware)
     kinds = sizes.layer_kinds(range(sizes.num_layers))
     layers: list[float] = []
     for has_experts, count in kinds:
@@ -93,14 +101,26 @@ def _head_flops(sizes: ModelSizes) -> float:
     return 6.0 * sizes.vocab_size * sizes.dim
 
 
-def _layer_flops(sizes: ModelSizes, has_experts: bool, seq_len: int, recompute: Recompute) -> Flops:
+def _depth_flops(sizes: ModelSizes, seq_len: int, recompute: Recompute) -> Flops:
+    """Return the operations per token of one extra depth, without the head. All positions are computed,
+    also the last ones, which have no target.
+    """
+    return _layer_flops(sizes, sizes.experts is not None, seq_len, recompute, predicts=True)
+
+
+def _layer_flops(
+    sizes: ModelSizes, has_experts: bool, seq_len: int, recompute: Recompute, *, predicts: bool = False
+) -> Flops:
     """Return the operations per token of one layer."""
-    matrices = [param for param in block_params(sizes, has_experts=has_experts) if param.is_matrix]
+    params = block_params(sizes, has_experts=has_experts, predicts=predicts)
+    matrices = [param for param in params if param.is_matrix]
     # Operations of the scores, of the values that they weight, and of the zeros behind the values.
     scores = 2.0 * sizes.num_heads * sizes.head_dim * seq_len
     values = 2.0 * sizes.num_heads * sizes.value_dim * seq_len
     zeros = scores - values
-    repeated = sum(param.active_numel(sizes) for param in matrices if _is_repeated(param, recompute))
+    # The last norm of an extra depth needs the result of the layer's last product.
+    is_whole = predicts and recompute == "full"
+    repeated = sum(param.active_numel(sizes) for param in matrices if is_whole or _is_repeated(param, recompute))
     attends_again = recompute in ("attention", "full")
     return Flops(
         matmul=6.0 * sum(param.active_numel(sizes) for param in matrices),

@@ -19,6 +19,7 @@ from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.balance import RoutedStep
 from inner.model.buffers import saved_buffers
 from inner.model.init import initialise
+from inner.model.predict import mean_losses, recording_depths
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers
@@ -69,6 +70,9 @@ class StepResult:
     """The measured gradient noise; None in steps that do not measure it."""
     routing: RoutingResult | None = None
     """What the routers did; None for a model without experts."""
+    depth_losses: tuple[float, ...] = ()
+    """Mean loss of each extra depth of multi-token prediction over its own targets, in nats. Empty
+    without such depths, and if `loss` is None."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class Trainer:
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
         self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
         self._tied_ends = build_tied_group(layout)
+        self._num_depths = model.num_depths if isinstance(model, ModelSizes) else 0
         self._balance: ExpertBalance | None = None
         if isinstance(model, ModelSizes) and model.experts is not None:
             self._balance = ExpertBalance(model, mesh, self.model_parts, self._sum)
@@ -210,12 +215,14 @@ class Trainer:
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
         small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
-        with self._record_routing(micro_batches) as routed:
+        depths = recording_depths(self.model_parts, self._num_depths, self._device)
+        with self._record_routing(micro_batches) as routed, depths as depth_sums_2P:
             my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
         routing = None if self._balance is None or routed is None else self._balance.gather(routed)
-        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)]))
+        mine = torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)])
+        sums = self._sum(torch.cat((mine, self._counted_loss(depth_sums_2P).flatten())))
         # The host waits for the device only here. All ranks see the same sums, so all decide alike.
-        loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
+        loss_sum, norm_2, *of_depths, tokens = torch.stack((*sums, num_tokens)).tolist()
         is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
         spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
         is_skipped = is_broken or (spike is not None and spike.action != "note")
@@ -240,6 +247,7 @@ class Trainer:
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
             routing=routing,
+            depth_losses=() if is_broken else mean_losses(of_depths),
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:

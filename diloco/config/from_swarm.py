@@ -54,6 +54,7 @@ FROM_SWARM = {
     "attention_factor beta_fast beta_slow mscale mscale_all_dim",
     "model.experts": "number per_token dim shared dense_layers scores groups kept_groups renormalise scale capacity",
     "model.latent": "q_rank kv_rank nope_dim rope_dim value_dim",
+    "model.predict": "depths weight",
     "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos bos order "
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",

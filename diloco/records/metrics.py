@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-OF_EXPERTS = ("expert_loads", "routing")
-"""Fields of a step that only models with experts have."""
+OF_SOME_MODELS = ("expert_loads", "routing", "depth_losses")
+"""Fields of a step that only models with experts have, or with multi-token prediction."""
 LOST = "lost"
 """Event that this island has lost another one. Its text: that one's name, a colon, the cause."""
 
@@ -61,6 +61,9 @@ class StepRecord:
     routing: dict[str, float] = field(default_factory=dict)
     """For a model with experts: `sequence_loss` (1 at balance) and `router_z_loss` per token and
     layer, each if it has a weight, and `dropped`, the number of choices above the capacity."""
+    depth_losses: dict[str, float] = field(default_factory=dict)
+    """With multi-token prediction: the loss of each extra depth, by its number from 1 on. `loss` is
+    that of the next token."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 
@@ -296,10 +299,10 @@ def _warn(sink: Sink, consequence: str, error: Exception) -> None:
 def to_line(record: Record) -> str:
     """Return the record as one line of JSON. Infinity and NaN, which JSON lacks, become null.
 
-    Fields about experts are left out of the records of other models.
+    Fields in OF_SOME_MODELS are left out of the records of other models.
     """
     values = asdict(record)
-    values = {key: value for key, value in values.items() if value or key not in OF_EXPERTS}
+    values = {key: value for key, value in values.items() if value or key not in OF_SOME_MODELS}
     values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values, allow_nan=False) + "\n"
 

@@ -23,4 +23,5 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
         noise_scale={} if result.noise is None else result.noise.figures,
         expert_loads={} if result.routing is None else result.routing.loads_by_layer,
         routing={} if result.routing is None else result.routing.figures,
+        depth_losses={str(depth): loss for depth, loss in enumerate(result.depth_losses, start=1)},
     )

@@ -3,7 +3,7 @@ errors appear fast.
 """
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
-from inner.config.experts import BalanceConfig, ExpertsConfig, LatentConfig
+from inner.config.experts import BalanceConfig, ExpertsConfig, LatentConfig, PredictConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, QkNorm, RopeScaling
 from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup, SpikeConfig
 from inner.config.parallel import (
@@ -34,6 +34,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ParamGroup",
+    "PredictConfig",
     "ProfileConfig",
     "QkNorm",
     "Recompute",

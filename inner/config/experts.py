@@ -1,4 +1,4 @@
-"""Config of a mixture of experts and of latent attention."""
+"""Config of a mixture of experts, of latent attention, and of multi-token prediction."""
 
 from typing import Literal
 
@@ -109,6 +109,21 @@ class LatentConfig(Section):
                 f"value_dim ({self.value_dim}) is more than nope_dim + rope_dim ({self.qk_dim}); lower value_dim"
             )
         return self
+
+
+class PredictConfig(Section):
+    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): in training, extra depths behind
+    the last layer predict the tokens after the next one. Only their gradients are of use: reported
+    losses, evaluation and generated text are those of the model without them.
+    """
+
+    depths: int = Field(ge=1, le=64)
+    """Number of extra depths. Depth d predicts the token d + 1 positions ahead. Each has one block
+    like the model's last layer, and the embedding and the head of the model. It must be less than
+    data.seq_len."""
+    weight: float = Field(default=0.3, ge=0)
+    """Weight of the mean of the depths' losses, which is added to the loss (DeepSeek-V3 began with
+    0.3 and ended with 0.1)."""
 
 
 class BalanceConfig(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from inner.config.experts import ExpertsConfig, LatentConfig
+from inner.config.experts import ExpertsConfig, LatentConfig, PredictConfig
 from inner.config.section import Section
 from inner.import_path import Options, one_of
 
@@ -26,6 +26,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """For each type of RoPE scaling: the keys that it needs beside `rope_type` and `factor`, and the
 keys that it also accepts."""
+
+LATER = ("experts", "latent", "predict")
+"""Fields of the model's section that were added later."""
 
 
 class RopeScaling(Section):
@@ -129,6 +132,8 @@ class ModelConfig(Section):
     """A mixture of experts instead of one feed-forward per block. null: as the preset, or none."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, as in DeepSeek-V3. null: as the preset, or ordinary attention."""
+    predict: PredictConfig | None = None
+    """Multi-token prediction, as in DeepSeek-V3. null: as the preset, or none."""
     tie_embeddings: bool | None = None
     """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
 
@@ -137,7 +142,7 @@ class ModelConfig(Section):
         """Keys at their defaults that were added later, in pydantic's form for `exclude`. Runs of
         earlier versions do not have them.
         """
-        later: dict[str, Any] = {name: True for name in ("experts", "latent") if getattr(self, name) is None}
+        later: dict[str, Any] = {name: True for name in LATER if getattr(self, name) is None}
         if self.rope_scaling is not None:
             unset = {name for name in ("mscale", "mscale_all_dim") if getattr(self.rope_scaling, name) is None}
             later["rope_scaling"] = unset

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inner.data.chat.coding import CONTEXT, IGNORE
@@ -61,6 +62,18 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What the extra depths of multi-token prediction read and learn at this rank's positions. Each
+    tensor is (P, B, S) int64 for P depths; -100 where a depth has no token or no target.
+    """
+
+    tokens_PBS: Tensor
+    """At depth d, from 1, the token d positions ahead."""
+    targets_PBS: Tensor
+    """At depth d the target d positions ahead."""
+
+
 class MicroBatch(NamedTuple):
     """Input of one forward pass: this rank's positions of some sequences. Each tensor is (B, S)
     int64.
@@ -69,6 +82,8 @@ class MicroBatch(NamedTuple):
     tokens_BS: Tensor
     targets_BS: Tensor
     packing: Packing | None
+    ahead: Ahead | None = None
+    """What extra depths predict; None: the model has none, or they are not computed."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,8 @@ class Cutter:
     attends_everywhere: bool = False
     """Whether this rank's attention has queries at all positions, although the rank holds only some
     of them."""
+    num_depths: int = 0
+    """Number of extra depths of multi-token prediction."""
 
     def __call__(self, window_BT: Tensor) -> MicroBatch:
         """Cut a CPU window of seq_len + 1 tokens. It may be shorter if this rank holds all
@@ -98,7 +115,21 @@ class Cutter:
             assert length == self.seq_len, f"{length} positions, the mesh has {self.seq_len}"
             here_2BS = here_2BS[..., self.positions_S]
         tokens_BS, targets_BS = send(here_2BS, self.device)
-        return MicroBatch(tokens_BS, targets_BS, None if self.eos_id is None else self.pack(tokens_BT[:, :-1]))
+        packing = None if self.eos_id is None else self.pack(tokens_BT[:, :-1])
+        ahead = self._look_ahead(tokens_BT, targets_BT, packing) if self.num_depths else None
+        return MicroBatch(tokens_BS, targets_BS, packing, ahead)
+
+    def _look_ahead(self, tokens_BT: Tensor, targets_BT: Tensor, packing: Packing | None) -> Ahead:
+        """Return what the extra depths read and learn. Whole sequences are shifted, so that a rank also
+        sees tokens of positions that another rank holds.
+        """
+        documents_BS = None if packing is None else torch.from_numpy(packing.sequences_BT)
+        depths = range(1, self.num_depths + 1)
+        shifted_P2BS = torch.stack([shift(tokens_BT, targets_BT, documents_BS, depth) for depth in depths])
+        if not self.holds_all:
+            shifted_P2BS = shifted_P2BS[..., self.positions_S]
+        here_P2BS = send(shifted_P2BS, self.device)
+        return Ahead(here_P2BS[:, 0], here_P2BS[:, 1])
 
     @property
     def holds_all(self) -> bool:
@@ -124,6 +155,19 @@ def decode(window_BT: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_context_BT, CONTEXT - window_BT, window_BT), window_BT.masked_fill(
         is_context_BT, IGNORE_INDEX
     )
+
+
+def shift(tokens_BT: Tensor, targets_BT: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
+    """Return the tokens and the targets `depth` positions ahead of each position but the last, (2, B, S).
+
+    Both are -100 where the sequence ends before the target, and where the token is in another
+    document. `documents_BS`: see Packing.sequences_BT.
+    """
+    here_2BS = torch.stack((tokens_BT[:, depth:-1], targets_BT[:, depth + 1 :]))
+    if documents_BS is not None:
+        is_other_BS = documents_BS[:, depth:] != documents_BS[:, : documents_BS.shape[1] - depth]
+        here_2BS = here_2BS.masked_fill(is_other_BS, IGNORE_INDEX)
+    return F.pad(here_2BS, (0, depth), value=IGNORE_INDEX)
 
 
 def num_targets(window_BT: Tensor) -> int:

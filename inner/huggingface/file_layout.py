@@ -30,8 +30,8 @@ class FileLayout:
     is_interleaved: bool = False
     """Whether the pairs that RoPE rotates in latent attention are next to each other."""
     num_predictors: int = 0
-    """Number of layers behind the model's own for the prediction of further tokens. This model does
-    not have them."""
+    """Number of layers in the folder, behind the model's own, that predict further tokens. The model
+    has the first of them, one for each of its extra depths."""
 
     @cached_property
     def biases(self) -> tuple[ParamSpec, ...]:
@@ -59,19 +59,33 @@ class FileLayout:
         return None
 
     def is_of_predictor(self, their_name: str) -> bool:
-        """Return whether a tensor in the folder belongs to a layer that predicts further tokens."""
+        """Return whether a tensor in the folder belongs to a layer that predicts further tokens and that
+        the model does not have.
+        """
         layer = their_name.removeprefix(LAYER).partition(".")[0]
         if not their_name.startswith(LAYER) or not layer.isdecimal():
             return False
-        first = self.sizes.num_layers
-        return first <= int(layer) < first + self.num_predictors
+        return self.sizes.all_layers.stop <= int(layer) < self.sizes.num_layers + self.num_predictors
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Copies of the tables that the folder has in each layer that predicts further tokens, with the
+        names here of what they copy.
+        """
+        head = "embed.weight" if self.sizes.tie_embeddings else "head.weight"
+        copied = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": head}
+        return {
+            f"{LAYER}{layer}.{theirs}": ours
+            for layer in self.sizes.predicting_layers
+            for theirs, ours in copied.items()
+        }
 
 
 def layout_of_export(sizes: ModelSizes) -> FileLayout:
     """Return the layout in which a model is exported. Raises InputError if no model type computes
     it.
     """
-    return FileLayout(sizes, choose_model_type(sizes), is_interleaved=sizes.latent is not None)
+    return FileLayout(sizes, choose_model_type(sizes), sizes.latent is not None, sizes.num_depths)
 
 
 def _stored_row(row: int, num_still: int, num_turned: int) -> int:

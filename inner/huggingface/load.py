@@ -95,6 +95,7 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec], layout: FileLayout) -
         if is_tied(specs):
             slices.pop(HEAD, None)
         _leave_out_predictors(folder, slices, layout)
+        _leave_out_copies(folder, slices, layout)
         _check_experts(folder, slices, specs)
         _check(folder, slices, {layout.name(spec.name): spec.shape for spec in expected})
         yield StoredWeights(folder, layout, slices)
@@ -129,6 +130,20 @@ def _leave_out_predictors(folder: Path, slices: dict[str, Any], layout: FileLayo
         folder,
         len(names),
     )
+
+
+def _leave_out_copies(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:
+    """Remove the copies of the tables in layers that predict further tokens. Raises InputError if one
+    differs from its table.
+    """
+    for copy, ours in layout.copies.items():
+        table = layout.name(ours)
+        if copy in slices and not _are_equal(slices[copy], slices.get(table)):
+            raise InputError(
+                f"{folder}: {copy} differs from {table}, but all depths have one embedding and one head here; leave "
+                "model.predict out"
+            )
+        slices.pop(copy, None)
 
 
 def _check_experts(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> None:

@@ -122,7 +122,11 @@ def is_interleaved(config: dict[str, Any]) -> bool:
 
 
 def find_obstacles(sizes: ModelSizes, model_type: str) -> Iterator[str]:
-    """Yield the reasons for which a model type does not compute the mixture of a model."""
+    """Yield the reasons for which a model type has no place for the experts or extra depths of a
+    model.
+    """
+    if sizes.predict is not None and model_type != DEEPSEEK:
+        yield f"model.predict.depths is {sizes.num_depths}, and {model_type} has no layers that predict further tokens"
     experts = sizes.experts
     if experts is None:
         return
@@ -141,9 +145,9 @@ def build_mixture_keys(sizes: ModelSizes, model_type: str) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if sizes.latent is not None:
         keys = {theirs: getattr(sizes.latent, ours) for ours, theirs in LATENT_KEYS.items()}
-        keys |= {"rope_interleave": True, PREDICTORS: 0}
-        # A model without experts has only dense layers.
-        keys["first_k_dense_replace"] = sizes.num_layers
+        keys |= {"rope_interleave": True, PREDICTORS: sizes.num_depths}
+        # A model without experts has only dense layers, also at its extra depths.
+        keys["first_k_dense_replace"] = len(sizes.all_layers)
     if sizes.experts is None:
         return keys
     keys |= {theirs: getattr(sizes.experts, ours) for ours, theirs in EXPERT_KEYS[model_type].items()}

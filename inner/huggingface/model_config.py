@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from inner.config import ModelConfig
 from inner.errors import InputError, refused
 from inner.foreign.text import read_json
-from inner.huggingface.mixtures import mixture_keys, read_experts, read_latent
+from inner.huggingface.mixtures import mixture_keys, num_predictors, read_experts, read_latent
 from inner.huggingface.model_types import (
     MODEL_TYPES,
     SIZES,
@@ -155,6 +155,7 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None
             f"model.experts is set, but the model in model.init_from has no experts ({folder / CONFIG}), and weights "
             "of a dense model cannot become those of a mixture of experts; leave model.experts out"
         )
+    _check_depths(given, folder)
     for key in sorted(given.model_fields_set & stored.model_fields_set):
         mine = getattr(given, key)
         theirs = getattr(stored, key)
@@ -164,3 +165,14 @@ def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None
                 f"leave model.{key} out (or set it to null)"
             )
     return given.model_copy(update={key: getattr(stored, key) for key in stored.model_fields_set})
+
+
+def _check_depths(given: ModelConfig, folder: Path) -> None:
+    """Raise InputError if the folder has fewer layers that predict further tokens than `given`."""
+    stored = num_predictors(read_config(folder))
+    if given.predict is not None and given.predict.depths > stored:
+        cure = f"set it to {stored} or less" if stored else "leave model.predict out"
+        raise InputError(
+            f"model.predict.depths is {given.predict.depths}, but the model in model.init_from has {stored} layers "
+            f"that predict further tokens ({folder / CONFIG}); {cure}"
+        )

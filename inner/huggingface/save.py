@@ -122,7 +122,7 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
     """
     import huggingface_hub
 
-    ours = {layout.name(name): name for name in tensors}
+    ours = {layout.name(name): name for name in tensors} | layout.copies
     # Use the meta device, because only the sizes are needed.
     shapes = {
         theirs: torch.empty(tensors[name].shape, dtype=_stored_dtype(name, export), device="meta")
@@ -134,7 +134,9 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
         for theirs in names:
             name = ours[theirs]
             arranged = _arrange(tensors[name], name, layout)
-            stored[theirs] = arranged.to(_stored_dtype(name, export)).contiguous()
+            arranged = arranged.to(_stored_dtype(name, export)).contiguous()
+            # safetensors refuses tensors that share memory.
+            stored[theirs] = arranged.clone() if theirs in layout.copies else arranged
         save_file(stored, folder / file, {"format": "pt"})
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

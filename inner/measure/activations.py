@@ -52,6 +52,15 @@ class ActivationMemory:
         tokens = self.work.stream_tokens
         return norm_bytes(self.work, self.device_type, tokens * self.work.sizes.dim, tokens)
 
+    @property
+    def joint(self) -> int:
+        """Bytes that the block of an extra depth keeps beside those of a layer: the embedded tokens, and
+        unless they are recomputed three norms and the input of their matrix, which is twice as wide.
+        """
+        if self.work.parallel.recompute in ("selective", "full"):
+            return self.stream
+        return 3 * self.stream_norm + 2 * self.stream
+
     def backward(self, recompute: Recompute, has_experts: bool = False) -> int:
         """Return the peak of one layer's backward in addition to the kept activations: recomputed
         activations and gradients.
@@ -113,6 +122,8 @@ def loss_memory(work: Workload) -> LossMemory:
     """Return the memory of the loss of one micro-batch on the rank of the last stage."""
     itemsize = work.compute_itemsize
     rows = -(-work.sizes.vocab_size // work.degrees.tp)
+    # Extra depths have losses of their own, all of which keep gradients of input and table.
+    num_losses = 1 + work.sizes.num_depths
     inputs = work.tokens * work.sizes.dim
     table = rows * work.sizes.dim
     logits = min(work.parallel.loss_chunk, work.tokens) * rows
@@ -120,4 +131,6 @@ def loss_memory(work: Workload) -> LossMemory:
     # the gradients of the table.
     casts = itemsize if itemsize < FP32 else 0
     chunk = max((FP32 + casts) * logits, casts * (logits + table))
-    return LossMemory(kept=itemsize * (inputs + table), forward=2 * itemsize * inputs + FP32 * table + chunk)
+    before = itemsize * (num_losses - 1) * (2 * inputs + table)
+    kept = num_losses * itemsize * (inputs + table)
+    return LossMemory(kept, before + 2 * itemsize * inputs + FP32 * table + chunk)

@@ -183,7 +183,7 @@ class _Rank:
         total = self._of_layers(stage.layers)
         total += TOKEN_IDS * self.work.tokens * (stage.is_first or stage.is_last)
         if stage.is_last:
-            total += self.activations.stream_norm
+            total += self.activations.stream_norm + self.work.sizes.num_depths * self.activations.joint
         elif self.work.stage_ranks[stage.index + 1] != self.pp_rank:
             # An output that was sent is kept until its gradient returns.
             total += self.activations.stream

@@ -16,8 +16,9 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     table = sizes.vocab_size, sizes.dim
     specs = [ParamSpec("embed.weight", table)]
     blocks = {has_experts: _block_specs(sizes, has_experts) for has_experts in (False, sizes.experts is not None)}
-    for layer in range(sizes.num_layers):
-        block = blocks[sizes.has_experts(layer)]
+    of_depth = _block_specs(sizes, sizes.experts is not None, predicts=True)
+    for layer in sizes.all_layers:
+        block = of_depth if layer in sizes.predicting_layers else blocks[sizes.has_experts(layer)]
         specs += [ParamSpec(f"layers.{layer}.{name}", shape) for name, shape in block]
     specs.append(ParamSpec("norm.weight", (sizes.dim,)))
     return tuple(specs if sizes.tie_embeddings else [*specs, ParamSpec("head.weight", table)])
@@ -34,10 +35,10 @@ def averaged_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     return (*param_specs(sizes), *biases)
 
 
-def _block_specs(sizes: ModelSizes, has_experts: bool) -> list[tuple[str, tuple[int, ...]]]:
+def _block_specs(sizes: ModelSizes, has_experts: bool, *, predicts: bool = False) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape of the parameters of a block. Each expert's matrix is a parameter."""
     specs: list[tuple[str, tuple[int, ...]]] = []
-    for param in block_params(sizes, has_experts=has_experts):
+    for param in block_params(sizes, has_experts=has_experts, predicts=predicts):
         shape = param.shape(sizes)
         if param.is_stacked:
             specs += [(expert_name(param.name, number), shape) for number in range(param.num_copies(sizes))]
@@ -47,8 +48,9 @@ def _block_specs(sizes: ModelSizes, has_experts: bool) -> list[tuple[str, tuple[
 
 
 def num_active(sizes: ModelSizes) -> int:
-    """Return the number of parameters that one token uses, with embedding and head. It is the number
-    of all parameters, unless the model is a mixture of experts.
+    """Return the number of parameters that one token uses, with embedding and head, and without extra
+    depths, which only training uses. It is the number of all other parameters, unless the model is a
+    mixture of experts.
     """
     num_tables = 1 if sizes.tie_embeddings else 2
     layers = (

@@ -143,9 +143,13 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
+        """All stages, in the order of the model. The last one has the blocks of extra depths, which are
+        counted as further layers.
+        """
         longest = self.longest_seq_len or self.seq_len
         costs = layer_costs(self.sizes, longest, self.parallel.recompute)
-        return plan_stages(self.parallel, costs, self.degrees.pp)
+        (*others, last) = plan_stages(self.parallel, costs, self.degrees.pp)
+        return [*others, replace(last, layers=range(last.layers.start, self.sizes.all_layers.stop))]
 
     @cached_property
     def stage_ranks(self) -> list[int]:
@@ -221,16 +225,39 @@ class Workload:
 
     def embedding(self, stage: Stage) -> "FsdpParamGroup":
         """Return the table of the embedding; empty if the head has the same table."""
-        is_here = stage.is_first and not self.sizes.tie_embeddings
-        return replace(self.table, shapes=self.table.shapes * is_here)
+        embeds = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
+        return replace(self.table, shapes=self.table.shapes * (embeds and not self.sizes.tie_embeddings))
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
-        table of a tied model.
+        table of a tied model. The memory of what blocks of extra depths have beside a layer is counted
+        here, too.
         """
+        ends = self.ends(stage)
+        return replace(ends, shapes=ends.shapes + self.joint * (self.sizes.num_depths * stage.is_last))
+
+    def ends(self, stage: Stage) -> "FsdpParamGroup":
+        """Return the same without extra depths: what FSDP gathers together."""
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
         norm = ((self.sizes.dim, 1),) * stage.is_last
         return replace(self.table, shapes=self.table.shapes * has_table + norm)
+
+    def _groups_of(self, layer: int) -> tuple["FsdpParamGroup", ...]:
+        """Return the parameters of a layer, or of the block of an extra depth."""
+        is_depth = layer >= self.sizes.num_layers
+        return self.depth_groups if is_depth else self.layer_groups(self.sizes.has_experts(layer))
+
+    @property
+    def joint(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the parameters that only blocks of extra depths have, for one of them."""
+        params = block_params(self.sizes, has_experts=False, predicts=True)
+        return tuple(p.rank_shape(self.sizes, self.degrees.tp) for p in params if p.place == "extra depths")
+
+    @property
+    def depth_groups(self) -> tuple["FsdpParamGroup", ...]:
+        """The parameters of the block of an extra depth, in the groups that FSDP gathers together."""
+        (*others, most) = self.layer_groups(self.sizes.experts is not None)
+        return (*others, replace(most, shapes=most.shapes + self.joint))
 
     def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
         """Return all parameters of a stage, in groups that FSDP gathers and reduces together."""
@@ -246,11 +273,8 @@ class Workload:
         table = FP32 * self.table.numel
         norm = FP32 * self.sizes.dim
         has_own_head = stage.is_last and not self.sizes.tie_embeddings
-        has_embedding = stage.is_first or (stage.is_last and self.sizes.tie_embeddings)
-        layers = [
-            FP32 * sum(group.numel for group in self.layer_groups(self.sizes.has_experts(layer)))
-            for layer in reversed(stage.layers)
-        ]
+        has_embedding = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
+        layers = [FP32 * sum(group.numel for group in self._groups_of(layer)) for layer in reversed(stage.layers)]
         groups = [norm * stage.is_last + table * has_own_head, *layers, table * has_embedding]
         sizes = [size for size in groups if size]
         return [sum(sizes[index] for index in bucket) for bucket in cut_buckets(sizes)]

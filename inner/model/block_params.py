@@ -25,9 +25,9 @@ Cut = Literal[
     latent       nothing: all heads read the narrow vector that the parameter computes or norms
     experts      nothing: the ranks divide the positions, and every expert may be chosen at each of them
 """
-Place = Literal["every block", "dense blocks", "blocks with experts"]
+Place = Literal["every block", "dense blocks", "blocks with experts", "extra depths"]
 """The blocks that have a parameter. A block is dense unless its feed-forward is a mixture of
-experts."""
+experts. Those of extra depths are of either kind, and predict further tokens."""
 Size = Callable[[ModelSizes], int]
 
 
@@ -121,6 +121,10 @@ ROUTER = "ffn.router"
 
 def _dim(sizes: ModelSizes) -> int:
     return sizes.dim
+
+
+def _two_dims(sizes: ModelSizes) -> int:
+    return 2 * sizes.dim
 
 
 def _q_dim(sizes: ModelSizes) -> int:
@@ -259,14 +263,19 @@ BLOCK_PARAMS = (
     BlockParam("ffn.router.weight", (_num_experts, _dim), "experts", "mlp.gate.weight", place="blocks with experts"),
     *_ffn("ffn.experts", _expert_dim, "mlp.experts.{}", _always, "blocks with experts"),
     *_ffn("ffn.shared", _shared_dim, "mlp.shared_experts", _has_shared, "blocks with experts"),
+    BlockParam("joint.token_norm.weight", (_dim,), "stream", "enorm.weight", place="extra depths"),
+    BlockParam("joint.stream_norm.weight", (_dim,), "stream", "hnorm.weight", place="extra depths"),
+    BlockParam("joint.proj.weight", (_dim, _two_dims), "stream", "eh_proj.weight", place="extra depths"),
+    BlockParam("joint.norm.weight", (_dim,), "stream", "shared_head.norm.weight", place="extra depths"),
 )
 """All parameters that a block may have, in the order of its modules."""
 
 
-def block_params(sizes: ModelSizes, *, has_experts: bool) -> list[BlockParam]:
+def block_params(sizes: ModelSizes, *, has_experts: bool, predicts: bool = False) -> list[BlockParam]:
     """Return the parameters of one of a model's blocks, in the order of `Block.named_parameters()`.
 
-    `has_experts`: whether the block's feed-forward is a mixture of experts.
+    `has_experts`: whether the block's feed-forward is a mixture of experts. `predicts`: whether the
+    block belongs to an extra depth of multi-token prediction.
     """
-    other = "dense blocks" if has_experts else "blocks with experts"
-    return [param for param in BLOCK_PARAMS if param.place != other and param.exists(sizes)]
+    others = {"dense blocks" if has_experts else "blocks with experts", "" if predicts else "extra depths"}
+    return [param for param in BLOCK_PARAMS if param.place not in others and param.exists(sizes)]

@@ -1,6 +1,7 @@
 """A model in one process, without a mesh, for evaluation and generation."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
     """Build a model without gradients, for up to `num_positions`, from its full fp32 weights by full name.
 
     `tensors`: the parameters, with a matrix for each expert, and the biases of routers where they
-    are not zero.
+    are not zero. Those of extra depths are left out.
     """
+    of_depths = tuple(f"layers.{layer}." for layer in sizes.predicting_layers)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(of_depths)}
+    sizes = replace(sizes, predict=None)
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(num_positions, device="cpu"))
     model.rope_2SE = torch.empty_like(model.rope_2SE, device="cpu")
@@ -40,7 +44,7 @@ def summed_loss(model: Transformer, windows: Iterable[Tensor], seq_len: int, eos
     loss = 0.0
     tokens = 0
     for window in windows:
-        tokens_BS, targets_BS, packing = cut(window)
-        loss += model(tokens_BS, targets_BS=targets_BS, packing=packing).item()
+        batch = cut(window)
+        loss += model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing).item()
         tokens += num_targets(window)
     return loss, tokens

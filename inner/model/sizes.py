@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from inner.config import ExpertsConfig, LatentConfig, ModelConfig, QkNorm, RopeScaling
+from inner.config import ExpertsConfig, LatentConfig, ModelConfig, PredictConfig, QkNorm, RopeScaling
 from inner.errors import InputError, nearest_multiples
 
 BYTE_VOCAB_SIZE = 260
@@ -34,6 +34,8 @@ class ModelSizes:
     """The mixture of experts; None: every block has one feed-forward."""
     latent: LatentConfig | None = None
     """Latent attention; None: ordinary attention."""
+    predict: PredictConfig | None = None
+    """Multi-token prediction; None: only the next token is predicted."""
 
     @property
     def head_dim(self) -> int:
@@ -72,6 +74,28 @@ class ModelSizes:
         """Width of the keys of all heads, and of their values."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_depths(self) -> int:
+        """Number of extra depths of multi-token prediction."""
+        return 0 if self.predict is None else self.predict.depths
+
+    @property
+    def predicting_layers(self) -> range:
+        """Numbers of the blocks of the extra depths, which follow those of the model."""
+        return range(self.num_layers, self.num_layers + self.num_depths)
+
+    @property
+    def all_layers(self) -> range:
+        """Numbers of all blocks, also of the extra depths."""
+        return range(self.predicting_layers.stop)
+
+    @property
+    def last_stage_embeds(self) -> bool:
+        """Whether the last pipeline stage has the embedding's table: as its head, or to embed the
+        tokens of the extra depths.
+        """
+        return self.tie_embeddings or self.num_depths > 0
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a block's feed-forward is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.dense_layers
@@ -86,9 +110,9 @@ class ModelSizes:
 
     @property
     def expert_layers(self) -> range:
-        """Numbers of the blocks with a mixture of experts."""
-        first = self.num_layers if self.experts is None else self.experts.dense_layers
-        return range(first, self.num_layers)
+        """Numbers of the blocks with a mixture of experts, also of extra depths."""
+        end = self.all_layers.stop
+        return range(end if self.experts is None else self.experts.dense_layers, end)
 
 
 @dataclass(frozen=True, kw_only=True)

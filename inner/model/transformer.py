@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inner.data.micro_batch import Packing
+from inner.data.micro_batch import Ahead, Packing
 from inner.model.attention import Attend, causal_attention
 from inner.model.experts import Mixture, mixtures
 from inner.model.feed_forward import FeedForward
 from inner.model.latent_attention import LatentAttention
 from inner.model.loss import LOSS_CHUNK, ChunkedCrossEntropy
+from inner.model.predict import Joint, add_gradient, join
 from inner.model.rope import rope_table, rotate
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
@@ -75,13 +76,28 @@ class Block(nn.Module):
         self.attention = Attention(sizes) if sizes.latent is None else LatentAttention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn = Mixture(sizes, layer) if sizes.has_experts(layer) else FeedForward(sizes.dim, sizes.ffn_dim)
+        self.joint = Joint(sizes) if layer in sizes.predicting_layers else None
 
     def forward(
-        self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None, is_input_BS: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        rope_2SE: Tensor,
+        packing: Packing | None = None,
+        is_input_BS: Tensor | None = None,
+        embedded_BSD: Tensor | None = None,
     ) -> Tensor:
         """Return the stream after this layer. Only a mixture of experts uses `is_input_BS`: see
         Mixture.
+
+        The block of an extra depth gets what the head read one depth before, and the embedded tokens
+        of the depth. It returns what the head reads.
         """
+        if self.joint is None:
+            return self._layer(x_BSD, rope_2SE, packing, is_input_BS)
+        assert embedded_BSD is not None, "an extra depth reads further tokens"
+        return self.joint.norm(self._layer(self.joint(embedded_BSD, x_BSD), rope_2SE, packing, is_input_BS))
+
+    def _layer(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None, is_input_BS: Tensor | None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SE, packing)
         normed_BSD = self.ffn_norm(x_BSD)
         if isinstance(self.ffn, Mixture):
@@ -99,15 +115,21 @@ class Head(nn.Module):
         self.weight = None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
         self.cross_entropy: CrossEntropy = ChunkedCrossEntropy(LOSS_CHUNK)
 
-    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None, num_losses: int = 1) -> Tensor:
         """Return the loss summed over valid targets (0-dim fp32), or logits (B, S, V) without
         targets.
+
+        With several losses, the sequences are those of one loss after the other, and the result is
+        (num_losses,).
         """
         weight_VD = tied_VD if self.weight is None else self.weight
         assert weight_VD is not None, "a tied head needs the embedding's table"
         if targets_BS is None:
             return F.linear(x_BSD, weight_VD)
-        return self.cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        if num_losses == 1:
+            return self.cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        parts = zip(x_BSD.chunk(num_losses), targets_BS.chunk(num_losses), strict=True)
+        return torch.stack([self.cross_entropy(x.flatten(0, 1), weight_VD, part.flatten()) for x, part in parts])
 
 
 class Transformer(nn.Module):
@@ -124,16 +146,20 @@ class Transformer(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
-        has_table = stage.is_first or (stage.is_last and sizes.tie_embeddings)
+        has_table = stage.is_first or (stage.is_last and sizes.last_stage_embeds)
         self.embed = nn.Embedding(sizes.vocab_size, sizes.dim) if has_table else None
-        self.layers = nn.ModuleDict({str(number): Block(sizes, number) for number in stage.layers})
+        numbers = [*stage.layers, *(sizes.predicting_layers if stage.is_last else ())]
+        self.layers = nn.ModuleDict({str(number): Block(sizes, number) for number in numbers})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if stage.is_last else None
         self.head = Head(sizes) if stage.is_last else None
+        self.depth_sums_2P: Tensor | None = None
+        """Where the extra depths add their losses in a training step: see recording_depths."""
         self._positions_S = positions_S
         self._seq_len = len(positions_S) if seq_len is None else seq_len
         self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.rope_dim), persistent=False)
 
     def blocks(self) -> Iterator[Block]:
+        """Yield all blocks of the stage, also those of extra depths."""
         for layer in self.layers.values():
             assert isinstance(layer, Block)
             yield layer
@@ -162,22 +188,68 @@ class Transformer(nn.Module):
         targets_BS: Tensor | None = None,
         packing: Packing | None = None,
         tokens_BS: Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
 
         Token ids below 0 are padding. S may be smaller than the number of positions that the model
-        was built for. A stage with experts also needs the tokens if they are not its input.
+        was built for. A stage with experts also needs the tokens if they are not its input. The loss is
+        that of the next tokens; with `ahead` its backward is also that of the extra depths.
         """
         padding: list[Tensor] = []
         if self.sizes.experts is not None:
             padding = [(x if self.stage.is_first else _given(tokens_BS)) >= 0]
-        # The embedding needs a valid index also for padding.
-        x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rope_2SE, packing, *padding)
+        embedded = self._embed_all(x, ahead)
+        x_BSD = embedded.pop(0) if self.stage.is_first else x
+        for number in self.stage.layers:
+            x_BSD = self.layers[str(number)](x_BSD, self.rope_2SE, packing, *padding)
         if self.norm is None or self.head is None:
             return x_BSD
-        return self.head(self.norm(x_BSD), None if self.embed is None else self.embed.weight, targets_BS)
+        table_VD = None if self.embed is None or self.head.weight is not None else self.embed.weight
+        if ahead is None:
+            return self.head(self.norm(x_BSD), table_VD, targets_BS)
+        assert targets_BS is not None, "extra depths have only losses"
+        (x_BSD, *embedded) = join((x_BSD, *embedded, *([] if table_VD is None else [table_VD])))
+        table_VD = None if table_VD is None else embedded.pop()
+        read = list(self._read_all(x_BSD, embedded, packing, ahead))
+        targets = torch.cat((targets_BS, ahead.targets_PBS.flatten(0, 1)))
+        return self._add_depths(self.head(torch.cat(read), table_VD, targets, len(read)), ahead)
+
+    def _embed_all(self, x: Tensor, ahead: Ahead | None) -> list[Tensor]:
+        """Return the embedded input tokens, if this is the first stage, and those of each extra depth.
+
+        One call looks all of them up, because FSDP gathers the table for each call.
+        """
+        tokens = [x] if self.stage.is_first else []
+        tokens += [] if ahead is None else ahead.tokens_PBS.unbind()
+        if self.embed is None or not tokens:
+            return []
+        # The embedding needs a valid index also for padding.
+        tokens_BS = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        embedded_BSD = self.embed(tokens_BS.clamp(min=0))
+        return list(embedded_BSD.chunk(len(tokens))) if len(tokens) > 1 else [embedded_BSD]
+
+    def _read_all(
+        self, x_BSD: Tensor, embedded: list[Tensor], packing: Packing | None, ahead: Ahead
+    ) -> Iterator[Tensor]:
+        """Yield what the head reads for the next token, and at each extra depth."""
+        assert self.norm is not None, "the last stage has the last norm"
+        read_BSD = self.norm(x_BSD)
+        yield read_BSD
+        is_input_PBS = ahead.tokens_PBS >= 0
+        for depth, number in enumerate(self.sizes.predicting_layers):
+            layer = self.layers[str(number)]
+            read_BSD = layer(read_BSD, self.rope_2SE, packing, is_input_PBS[depth], embedded[depth])
+            yield read_BSD
+
+    def _add_depths(self, losses: Tensor, ahead: Ahead) -> Tensor:
+        """Return the main loss, the first of `losses` (1 + P), with the gradient of all."""
+        assert self.sizes.predict is not None, "only multi-token prediction has several losses"
+        losses_P = losses[1:]
+        if self.depth_sums_2P is not None:
+            counts_P = (ahead.targets_PBS >= 0).sum(dim=(1, 2))
+            self.depth_sums_2P += torch.stack((losses_P.detach().double(), counts_P.double()))
+        return add_gradient(losses[0], self.sizes.predict.weight * losses_P.mean())
 
 
 def _given(tokens_BS: Tensor | None) -> Tensor:

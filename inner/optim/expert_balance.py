@@ -136,9 +136,10 @@ class ExpertBalance:
                 mine[index, number:] = torch.stack([*losses, record.dropped, record.broken]).double()
         rows = self._sum_over_ranks(mine).tolist()
         counts = tuple(tuple(map(int, row[:number])) for row in rows)
-        # Each token makes the same number of choices in each layer.
+        # Each token makes the same number of choices in each layer. Extra depths, which are the last
+        # layers, have fewer tokens.
         num_tokens = sum(counts[0]) // self._per_token
-        per_token = 1.0 / max(num_tokens * len(self._layers), 1)
+        per_token = 1.0 / max(sum(map(sum, counts)) // self._per_token, 1)
         broken = tuple(layer for layer, row in zip(self._layers, rows, strict=True) if row[number + 3])
         result = RoutingResult(
             num_tokens=num_tokens,

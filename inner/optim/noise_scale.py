@@ -7,7 +7,7 @@ unknowns (appendix A.1). S / |G|^2 is the simple noise scale, in tokens. With a 
 step learns hardly more. With a much smaller batch, a token is used hardly better.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -57,5 +57,10 @@ def is_in_small_batch(first: int, count: int) -> list[bool]:
 def without_targets(batch: MicroBatch, keeps: list[bool]) -> MicroBatch:
     """Return the micro-batch with targets only in the sequences for which `keeps` is true."""
     targets_BS: Tensor = batch.targets_BS.clone()
-    targets_BS[[not kept for kept in keeps]] = IGNORE_INDEX
-    return batch._replace(targets_BS=targets_BS)
+    drops = [not kept for kept in keeps]
+    targets_BS[drops] = IGNORE_INDEX
+    if batch.ahead is None:
+        return batch._replace(targets_BS=targets_BS)
+    targets_PBS: Tensor = batch.ahead.targets_PBS.clone()
+    targets_PBS[:, drops] = IGNORE_INDEX
+    return batch._replace(targets_BS=targets_BS, ahead=replace(batch.ahead, targets_PBS=targets_PBS))

@@ -178,7 +178,8 @@ def build_cutter(layout: Layout, seq_len: int, eos_id: int | None) -> Cutter:
     as in TrainerSettings.
     """
     everywhere = layout.parallel.context == "ulysses"
-    return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, attends_everywhere=everywhere)
+    num_depths = layout.model.num_depths if isinstance(layout.model, ModelSizes) else 0
+    return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, everywhere, num_depths)
 
 
 def build_copies(layout: Layout, stages: Sequence[Transformer]) -> ComputeCopies:
@@ -218,14 +219,14 @@ def build_runner(
 
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the two ranks with copies of a tied table; None if no sum is needed.
+    """Return the group of the two ranks with copies of the embedding's table; None if no sum is needed.
     Every rank must call it.
     """
     if isinstance(layout.model, OwnModel):
         return None
     first = layout.stage_ranks[0]
     last = layout.stage_ranks[-1]
-    if not layout.sizes.tie_embeddings or first == last:
+    if not layout.sizes.last_stage_embeds or first == last:
         return None
     # pp is the outermost axis: a stage's ranks are adjacent, and copies are at the same place in
     # their stages.

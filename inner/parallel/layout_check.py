@@ -33,6 +33,7 @@ def check_layout(
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
     _check_experts(sizes, degrees, parallel)
+    _check_depths(sizes, seq_len)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     _check_positions(sizes, degrees, parallel, seq_len)
 
@@ -146,6 +147,15 @@ def _check_positions(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConf
         f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
         f"{degrees.cp} = {positions}, {why}; set data.seq_len to a multiple of {degrees.cp * degrees.tp}{other_cure}"
     )
+
+
+def _check_depths(sizes: ModelSizes, seq_len: int) -> None:
+    """Raise InputError if sequences have no target for the last extra depth."""
+    if sizes.num_depths >= seq_len:
+        raise InputError(
+            f"model.predict.depths ({sizes.num_depths}) must be less than data.seq_len ({seq_len}), because depth d "
+            "predicts the token d + 1 positions ahead; lower it"
+        )
 
 
 def _check_ep(sizes: ModelSizes, experts: ExpertsConfig, degrees: Degrees) -> None:

@@ -19,7 +19,7 @@ Loss = Callable[[Transformer, MicroBatch], Tensor]
 
 def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
     """Return the loss of a Transformer, which computes it in its head."""
-    return model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing)
+    return model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing, ahead=batch.ahead)
 
 
 class OneStage:
@@ -63,6 +63,7 @@ class OneStage:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the summed loss (0-dim fp32) without computing gradients."""
+        """Return the summed loss (0-dim fp32) without computing gradients or extra depths."""
+        batches = [batch._replace(ahead=None) for batch in micro_batches]
         with self._copies:
-            return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
+            return sum(map(self._loss, batches), start=torch.zeros((), device=self._device))

@@ -57,7 +57,7 @@ def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: Tens
         # Each rank projects all key-value heads and reads the single head that its queries share.
         mine = mesh.get_local_rank() * sizes.num_kv_heads // mesh.size()
         layer.attention.kv_heads = slice(mine, mine + 1)
-    for param in block_params(sizes, has_experts=isinstance(layer.ffn, Mixture)):
+    for param in block_params(sizes, has_experts=isinstance(layer.ffn, Mixture), predicts=layer.joint is not None):
         # A bias is split together with its module's weight, and experts by expert parallelism.
         if param.name.endswith(".weight") and not param.is_stacked:
             _split_module(layer.get_submodule(param.module), param, sizes, mesh, stream)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ParallelConfig, RopeScaling
+from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ParallelConfig, PredictConfig, RopeScaling
 from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic.rows import SCALARS, TrafficRow
 from inner.measure.workload import Workload
@@ -72,6 +72,10 @@ LATENT = replace(
     latent=LatentConfig(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
     experts=ExpertsConfig(number=5, per_token=2, dim=16, renormalise=False),
 )
+# Multi-token prediction: two depths, then one of a mixture, then two with a tied table and latent attention.
+PREDICT = replace(GROUPED, predict=PredictConfig(depths=2, weight=0.5))
+PREDICT_MIXTURE = replace(MIXTURE, predict=PredictConfig(depths=1, weight=0.5))
+PREDICT_TIED = replace(LATENT, experts=None, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5))
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -126,6 +130,9 @@ class Case:
             "own": OWN,
             "mixture": MIXTURE,
             "latent": LATENT,
+            "predict": PREDICT,
+            "predict-mixture": PREDICT_MIXTURE,
+            "predict-tied": PREDICT_TIED,
         }
         words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["narrow"] if self.replays else []

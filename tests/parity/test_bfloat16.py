@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.meshes import TIED, Case, case, of
+from tests.parity.meshes import PREDICT, TIED, Case, case, of
 
 CASES = [
     case("dp_shard2", compute_dtype="bfloat16"),
@@ -14,6 +14,7 @@ CASES = [
             case("cp2", compute_dtype="bfloat16"),
             case("pp2", TIED, schedule="zbv", compute_dtype="bfloat16"),
             case("pp2 dp_shard2 cp2 tp2", TIED, compute_dtype="bfloat16"),
+            case("pp2 dp_shard2", PREDICT, schedule="zbv", micro_batch=1, compute_dtype="bfloat16"),
         )
     ),
 ]

@@ -21,7 +21,23 @@ from inner.model.stage import Stage
 from inner.parallel.weights.zero_stage import has_whole_weights
 from tests.inner.small import OPTIMIZER, batch
 from tests.parity.choices import join
-from tests.parity.meshes import EOS, LATENT, MANY_HEADS, MIXTURE, OWN, QWEN, STEPS, TIED, Case, Life, case, of
+from tests.parity.meshes import (
+    EOS,
+    LATENT,
+    MANY_HEADS,
+    MIXTURE,
+    OWN,
+    PREDICT,
+    PREDICT_MIXTURE,
+    PREDICT_TIED,
+    QWEN,
+    STEPS,
+    TIED,
+    Case,
+    Life,
+    case,
+    of,
+)
 
 FEW = [
     case("dp_shard2"),
@@ -47,6 +63,8 @@ FEW = [
     case("dp_shard2 ep2", MIXTURE),
     case("dp_shard2 tp2 ep2", MIXTURE, micro_batch=6, sequence_parallel=False),
     case("dp_replicate2", TIED, zero=0),
+    case("pp2", PREDICT, schedule="zbv"),
+    case("cp2", PREDICT, micro_batch=6, eos_id=EOS),
 ]
 REST = [
     case("dp_replicate2 dp_shard2", MIXTURE, recompute="selective"),
@@ -79,6 +97,23 @@ REST = [
     case("pp2 dp_shard2 cp2 tp2 ep2", MIXTURE, schedule="interleaved_1f1b", eos_id=EOS),
     case("dp_shard2 tp2", LATENT),
     case("pp2 dp_shard2", LATENT, schedule="zbv"),
+    case("pp2", PREDICT, schedule="1f1b"),
+    case("pp2", PREDICT, schedule="gpipe", recompute="full"),
+    case("pp2", PREDICT_TIED, schedule="interleaved_1f1b"),
+    case("pp2", PREDICT_MIXTURE, schedule="breadth_first"),
+    case("pp2", PREDICT_TIED, schedule="interleaved_zero_bubble"),
+    case("pp2 dp_shard2", PREDICT_MIXTURE, schedule="dualpipev", micro_batch=1),
+    case("pp2 dp_shard2", PREDICT_TIED, schedule="zbv", recompute="full"),
+    case("pp2 tp2", PREDICT_TIED, micro_batch=6, schedule="interleaved_zero_bubble"),
+    case("dp_shard2", PREDICT),
+    case("dp_replicate2 dp_shard2", PREDICT_MIXTURE, recompute="selective"),
+    case("tp2", PREDICT, micro_batch=6),
+    case("tp2", PREDICT_MIXTURE, micro_batch=6, sequence_parallel=False),
+    case("dp_shard2 cp2", PREDICT, context="all_gather", recompute="full"),
+    case("dp_shard2 ep2", PREDICT_MIXTURE),
+    case("cp2 ep2", PREDICT_MIXTURE, micro_batch=6, eos_id=EOS),
+    case("pp2 dp_shard2 ep2", PREDICT_MIXTURE, schedule="zbv", recompute="full"),
+    case("pp2 dp_shard2 cp2 tp2 ep2", PREDICT_MIXTURE, schedule="interleaved_1f1b", eos_id=EOS),
     case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),
     case("cp2", TIED, micro_batch=6, context="all_gather"),
     case("pp2 tp2", TIED, micro_batch=6, schedule="interleaved_zero_bubble"),
@@ -214,6 +249,7 @@ def test_20_losses_and_norms_equal_one_process(case: Case) -> None:
         assert (got.step, got.tokens, got.lr) == (expected.step, expected.tokens, expected.lr)
         assert got.loss == pytest.approx(expected.loss, rel=1e-4)
         assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+        assert got.depth_losses == pytest.approx(expected.depth_losses, rel=1e-4)
 
 
 @on_every_mesh

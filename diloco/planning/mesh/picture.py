@@ -4,6 +4,7 @@ It starts no process and no process group; torch is imported only to read the or
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -136,6 +137,7 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         f"model  {params_text(sizes)}: {sizes.num_layers} layers, dim {sizes.dim}, "
         f"{_heads(sizes)}, vocabulary {sizes.vocab_size}",
         *_experts_lines(work),
+        *_depths_lines(sizes),
         f"ranks  {degrees.num_ranks} = {mesh}",
         *_sparse_lines(work),
         f"step   {plan.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
@@ -183,6 +185,18 @@ def _sparse_lines(work: Workload) -> list[str]:
     return [
         f"       for experts edp {degrees.edp} x ep {degrees.ep}: a rank computes with {work.num_held_experts} experts "
         f"of a layer, on {work.num_rows:,} rows of a micro-batch if each expert gets equally many",
+    ]
+
+
+def _depths_lines(sizes: ModelSizes) -> list[str]:
+    """Return lines about extra depths of multi-token prediction, and how they are estimated."""
+    if sizes.predict is None:
+        return []
+    of_depths = num_elements(param_specs(sizes)) - num_elements(param_specs(replace(sizes, predict=None)))
+    return [
+        f"       {sizes.num_depths} extra depths predict further tokens in training, with {human_count(of_depths)} of "
+        "the parameters, on the last stage",
+        "       (the estimate of memory counts each of them as a further layer with a loss of its own)",
     ]
 
 

@@ -91,7 +91,7 @@ def _groups(work: Workload) -> dict[str, list[list[int]]]:
     sums_over_all = work.has_whole_weights and axis_of_copies(degrees) == ALL_RANKS
     if sums_over_all or (work.sizes.experts is not None and axis_of_all_ranks(degrees) == ALL_RANKS):
         by_axes[ALL_RANKS] = [list(range(degrees.num_ranks))]
-    if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
+    if work.sizes.last_stage_embeds and work.stage_ranks[0] != work.stage_ranks[-1]:
         by_axes["ends of pp"] = [[group[0], group[-1]] for group in by_axes["pp"]]
     return by_axes
 

@@ -46,8 +46,10 @@ def _count_fsdp(tally: Tally, work: Workload, stage: Stage, gathers: StageGather
     reduced over replicas only in the last micro-batch.
     """
     reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
-    groups = [(work.embedding(stage), gathers.embedding, 1), (work.root(stage), gathers.root, 1)]
-    for has_experts, num_layers in work.layer_kinds([stage]):
+    num_depths = work.sizes.num_depths * stage.is_last
+    groups = [(work.embedding(stage), gathers.embedding, 1), (work.ends(stage), gathers.root, 1)]
+    groups += [(group, gathers.block, num_depths) for group in work.depth_groups]
+    for has_experts, num_layers in work.sizes.layer_kinds(stage.layers[: len(stage.layers) - num_depths]):
         groups += [(group, gathers.block, num_layers) for group in work.layer_groups(has_experts)]
     for group, count, times in groups:
         shard = group.shard_numel
@@ -78,7 +80,10 @@ def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
     num_micro_batches = work.num_micro_batches
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
-    gathers = scatters = reduces = stage.is_first + stage.is_last
+    num_depths = work.sizes.num_depths * stage.is_last
+    # At an extra depth a norm follows the last sum over the ranks, so its repetition makes this sum, too.
+    gathers = 0
+    scatters = reduces = num_depths * (work.parallel.recompute == "full")
     for has_experts, num_layers in work.layer_kinds([stage]):
         pairs = work.num_matrix_pairs(has_experts)
         # The repetition of a block stops before its last sum over the ranks.
@@ -88,11 +93,18 @@ def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
         # If the stream is whole on each rank, the results of a mixture are put together by a sum.
         sums = pairs + has_experts
         reduces += 2 * num_layers * sums + repeats * (sums - 1)
+    # What the head reads, and what the embedding gives, are each a single call for all depths.
+    ends = [count for count in (stage.is_last + num_depths, stage.is_first + num_depths) if count]
     if work.parallel.splits_stream(work.degrees.tp):
         tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
         tally.add("tp", "reduce_scatter", num_micro_batches * scatters, whole)
+        for count in ends:
+            tally.add("tp", "all_gather", num_micro_batches, count * piece)
+            tally.add("tp", "reduce_scatter", num_micro_batches, count * whole)
     else:
         tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
+        for count in ends:
+            tally.add("tp", "all_reduce", num_micro_batches, count * whole)
     if stage.is_last:
         _count_loss(tally, work)
 
@@ -113,7 +125,7 @@ def _count_replicated(tally: Tally, work: Workload, stages: list[Stage]) -> None
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
-    shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
+    shapes += [(sizes.dim, 1), *work.joint * sizes.num_depths] * (splits_stream and stages[-1].is_last)
     shard = FsdpParamGroup(tuple(shapes), num_shards=work.num_shards).shard_numel
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
@@ -122,10 +134,11 @@ def _count_loss(tally: Tally, work: Workload) -> None:
     """Count the loss's traffic. Each chunk of tokens all-reduces the largest logit, then the sums
     of exponentials and of target logits.
     """
+    calls = work.num_micro_batches * (1 + work.sizes.num_depths)
     for first in range(0, work.tokens, work.parallel.loss_chunk):
         chunk = min(work.parallel.loss_chunk, work.tokens - first)
-        tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
-        tally.add("tp", "all_reduce", work.num_micro_batches, 8 * chunk)
+        tally.add("tp", "all_reduce", calls, 4 * chunk)
+        tally.add("tp", "all_reduce", calls, 8 * chunk)
 
 
 def _count_context(tally: Tally, work: Workload, stage: Stage) -> None:
@@ -167,7 +180,7 @@ def _count_tied(tally: Tally, work: Workload, pp_rank: int) -> None:
     the table.
     """
     ends = work.stage_ranks[0], work.stage_ranks[-1]
-    if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
+    if work.sizes.last_stage_embeds and ends[0] != ends[1] and pp_rank in ends:
         shard = work.table.shard_numel
         # With two ranks, the two ends are all ranks of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

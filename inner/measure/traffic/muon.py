@@ -43,6 +43,9 @@ def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[AxisCalls]:
         for param in block_params(work.sizes, has_experts=has_experts):
             if param.is_matrix and not param.is_stacked:
                 kinds[_kind_of(work, param)] += num_layers
+    for param in block_params(work.sizes, has_experts=False, predicts=True):
+        if param.is_matrix and param.place == "extra depths":
+            kinds[_kind_of(work, param)] += work.sizes.num_depths * stages[-1].is_last
     for kind, count in kinds.items():
         yield from _exchanges_of(work, kind, -(-count // _num_ranks(work)))
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.pipelining.stage import stage_backward, stage_backward_input, stage_backward_weight
 
 from inner.config import Schedule
-from inner.data.micro_batch import MicroBatch, Packing
+from inner.data.micro_batch import MicroBatch
 from inner.model.transformer import Transformer
 from inner.parallel.pipeline.evaluation import LocalStages, PipelineEvaluator, check_shapes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES
@@ -65,7 +65,7 @@ class Pipeline:
         tokens = torch.cat([batch.tokens_BS for batch in micro_batches])
         targets = torch.cat([batch.targets_BS for batch in micro_batches])
         for stage in self._stages:
-            stage.packings = [batch.packing for batch in micro_batches]
+            stage.micro_batches = micro_batches
         losses: list[Tensor] = []
         with self._copies:
             self._schedule.step(
@@ -96,15 +96,15 @@ class Pipeline:
 
 class _ReducingStage(PipelineStage):
     """torch's stage, except that it reduces gradients in the backward, as OneStage does, and passes
-    documents to the model.
+    documents and what extra depths predict to the model.
 
     torch would keep whole gradients until all micro-batches are done, and add up the gradients of
     split backwards in the compute dtype.
     """
 
-    packings: Sequence[Packing | None]
-    """The packing of each micro-batch of the step. It is not an argument, because the schedule
-    could not split it."""
+    micro_batches: Sequence[MicroBatch]
+    """Those of the step. Documents, and what extra depths predict, are no arguments, because the
+    schedule could not split them."""
 
     def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
         # Give the shapes to torch: it would otherwise infer them from a run that leaves gradients
@@ -130,8 +130,11 @@ class _ReducingStage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *options: Any, **more: Any
     ) -> Any:
         """Run the forward of a micro-batch. torch calls it."""
-        packed = {**(kwargs or {}), "packing": self.packings[fwd_chunk_id]}
-        return super().forward_one_chunk(fwd_chunk_id, args, packed, *options, **more)
+        batch = self.micro_batches[fwd_chunk_id]
+        complete = {**(kwargs or {}), "packing": batch.packing}
+        if self.is_last:
+            complete["ahead"] = batch.ahead
+        return super().forward_one_chunk(fwd_chunk_id, args, complete, *options, **more)
 
     def backward_maybe_with_nosync(
         self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False

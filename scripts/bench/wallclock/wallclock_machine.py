@@ -91,7 +91,7 @@ def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tup
     tokens = sum(map(num_targets, windows))
     total = 0.0
     for number, window in enumerate(windows):
-        tokens_BS, targets_BS, packing = cut(window)
+        tokens_BS, targets_BS, packing, _ = cut(window)
         with nullcontext() if number == len(windows) - 1 else rival.no_sync():
             loss = rival.forward(tokens_BS, targets_BS=targets_BS, packing=packing) / tokens
             loss.backward()

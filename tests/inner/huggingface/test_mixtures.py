@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ModelConfig, ParallelConfig
+from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ModelConfig, ParallelConfig, PredictConfig
 from inner.errors import InputError
 from inner.expert_names import is_router_bias, router_bias_name
 from inner.huggingface.load import open_weights, read_layout, read_whole
@@ -24,10 +24,10 @@ from inner.mesh import Degrees
 from inner.model.experts import mixtures
 from inner.model.generate import Sampling, generate
 from inner.model.single_process import build_whole_model
-from inner.model.sizes import ModelSizes, resolve_sizes
+from inner.model.sizes import PRESETS, ModelSizes, resolve_sizes
 from inner.parallel.layout_check import check_layout
 from tests.harness import run_ranks
-from tests.inner.folders import change_config, spread_model, tensors_of
+from tests.inner.folders import change_config, spread_model, tensors_of, write_folder
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share, whole_model
 
 pytestmark = pytest.mark.slow
@@ -255,6 +255,88 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(transfor
     change_config(tmp_path / "theirs", num_nextn_predict_layers=0)
     with pytest.raises(InputError, match=r"not of this model: model\.layers\.3\.eh_proj\.weight"):
         read(tmp_path / "theirs")
+
+
+PREDICTING = {
+    "experts": replace(PRESETS["1m-experts"], predict=PredictConfig(depths=2)),
+    "experts, tied": replace(PRESETS["1m-experts"], tie_embeddings=True, predict=PredictConfig(depths=1)),
+    "all layers dense": replace(PRESETS["1m-experts"], experts=None, predict=PredictConfig(depths=1)),
+}
+
+
+@pytest.mark.parametrize("kind", PREDICTING)
+def test_layers_that_predict_further_tokens_come_back_with_the_same_bytes(tmp_path, kind):
+    sizes = PREDICTING[kind]
+    tensors = tensors_of(spread_model(sizes))
+    biases = {router_bias_name(layer): torch.rand(16) for layer in sizes.expert_layers}
+    assert sizes.experts is None or max(sizes.expert_layers) == max(sizes.predicting_layers)
+    save_model(tensors | biases, Export(sizes, LENGTH, "bytes"), tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    head = table if sizes.tie_embeddings else stored["lm_head.weight"]
+    for layer in sizes.predicting_layers:
+        name = f"model.layers.{layer}."
+        assert torch.equal(stored[name + "eh_proj.weight"], tensors[f"layers.{layer}.joint.proj.weight"])
+        assert torch.equal(stored[name + "enorm.weight"], tensors[f"layers.{layer}.joint.token_norm.weight"])
+        assert torch.equal(stored[name + "hnorm.weight"], tensors[f"layers.{layer}.joint.stream_norm.weight"])
+        assert torch.equal(stored[name + "shared_head.norm.weight"], tensors[f"layers.{layer}.joint.norm.weight"])
+        assert torch.equal(stored[name + "embed_tokens.weight"], table)
+        assert torch.equal(stored[name + "shared_head.head.weight"], head)
+        assert name + "self_attn.kv_b_proj.weight" in stored
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == sizes.num_depths
+    given = fill_sizes_from_folder(ModelConfig(predict=sizes.predict), tmp_path / "out")
+    again = resolve_sizes(given, 0)
+    assert again.predict == sizes.predict
+    read_back = read_whole(tmp_path / "out", param_specs(again), again)
+    assert read_back.keys() == (tensors | biases).keys()
+    assert all(torch.equal(read_back[name], tensor) for name, tensor in (tensors | biases).items())
+    save_model(read_back, Export(again, LENGTH, "bytes"), tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_transformers_takes_a_model_with_extra_depths_and_computes_it_without_them(transformers, tmp_path):
+    sizes = PREDICTING["experts"]
+    tensors = tensors_of(spread_model(sizes))
+    save_model(tensors, Export(sizes, LENGTH, "bytes"), tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(theirs.model.layers) == sizes.num_layers
+    ours = build_whole_model(sizes, tensors, LENGTH, "cpu")
+    with torch.no_grad():
+        assert_same_logits(ours(tokens()), theirs(tokens()).logits)
+
+
+def test_extra_depths_that_a_folder_or_a_model_type_does_not_have_are_refused(tmp_path):
+    sizes = PREDICTING["experts"]
+    folder = write_folder(tmp_path / "out", spread_model(sizes))
+    for depths, words in ((3, "set it to 2 or less"), (2, ""), (1, "")):
+        given = ModelConfig(predict=PredictConfig(depths=depths))
+        if words:
+            with pytest.raises(InputError, match=f"model.predict.depths is {depths}, but .* has 2 layers .*{words}"):
+                fill_sizes_from_folder(given, folder)
+        else:
+            fewer = resolve_sizes(fill_sizes_from_folder(given, folder), 0)
+            assert read_whole(folder, param_specs(fewer), fewer).keys() >= {spec.name for spec in param_specs(fewer)}
+    change_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(InputError, match=r"has 0 layers .*leave model\.predict out"):
+        fill_sizes_from_folder(ModelConfig(predict=PredictConfig(depths=1)), folder)
+    words = "model.predict.depths is 1, and mixtral has no layers that predict further tokens"
+    assert words in export_error(replace(TYPES["mixtral"], predict=PredictConfig(depths=1)), tmp_path / "refused")
+    dense = replace(ORDINARY, experts=None, predict=PredictConfig(depths=1))
+    assert "and llama has no layers" in export_error(dense, tmp_path / "refused")
+
+
+def test_an_own_table_of_a_depth_is_refused_by_name(tmp_path):
+    sizes = PREDICTING["all layers dense"]
+    folder = write_folder(tmp_path / "out", spread_model(sizes))
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    copy = "model.layers.4.shared_head.head.weight"
+    save_file(stored | {copy: stored[copy] + 1}, path)
+    with pytest.raises(InputError, match=r"model\.layers\.4\.shared_head\.head\.weight differs from lm_head\.weight"):
+        read_whole(folder, param_specs(sizes), sizes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig
+from inner.config import BalanceConfig, OptimizerConfig, ParallelConfig, PredictConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic.expected import expected_traffic
 from inner.measure.traffic.rows import SCALARS, TrafficRow
@@ -270,7 +270,41 @@ CASES |= {
     "latent attention, ring and tensor": (Degrees(cp=2, tp=2), ParallelConfig(), LATENT_ALONE, "bfloat16", 2),
     "latent attention, tensor, Muon": (Degrees(dp_shard=2, tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
 }
+DEPTHS = replace(SIZES, predict=PredictConfig(depths=2))
+CASES |= {
+    "extra depths": (Degrees(dp_shard=2), ParallelConfig(), DEPTHS, "float32", 2),
+    "extra depths, tensor parallel": (Degrees(tp=2), ParallelConfig(), DEPTHS, "float32", 2),
+    "extra depths, tensor without sequence parallel, blocks repeated": (
+        Degrees(tp=2),
+        ParallelConfig(sequence_parallel=False, recompute="full"),
+        DEPTHS,
+        "float32",
+        1,
+    ),
+    "extra depths, tensor parallel, blocks repeated": (
+        Degrees(tp=2),
+        ParallelConfig(recompute="full"),
+        replace(DEPTHS, tie_embeddings=True),
+        "bfloat16",
+        1,
+    ),
+    "extra depths, ring": (Degrees(cp=2, tp=2), ParallelConfig(), DEPTHS, "float32", 2),
+    "extra depths, 1F1B": (Degrees(pp=2), ParallelConfig(), DEPTHS, "float32", 4),
+    "extra depths, Muon": (Degrees(dp_shard=2), ParallelConfig(), DEPTHS, "float32", 1),
+    "extra depths of experts, the router in fp32": (
+        Degrees(dp_shard=2),
+        ParallelConfig(),
+        replace(MIXTURE, predict=PredictConfig(depths=1)),
+        "bfloat16",
+        2,
+    ),
+    "extra depths, zero bubble": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), DEPTHS, "float32", 4),
+}
 SLOW = [
+    "extra depths, tensor parallel, blocks repeated",
+    "extra depths, ring",
+    "extra depths, zero bubble",
+    "extra depths of experts, the router in fp32",
     "four dimensions",
     "experts",
     "experts, ZeRO-2",

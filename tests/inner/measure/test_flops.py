@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from inner.config import LatentConfig, OptimizerConfig, ParallelConfig, Recompute
+from inner.config import LatentConfig, OptimizerConfig, ParallelConfig, PredictConfig, Recompute
 from inner.flops import flops_per_token, layer_costs
 from inner.measure.peak_flops import peak_flops, utilisation
 from inner.mesh import Degrees
@@ -41,6 +41,16 @@ MODELS = {
     ),
     "experts, one of them shared, after a dense layer": MIXTURE,
     "experts, latent attention": LATENT,
+    "two extra depths": ModelSizes(
+        dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=96,
+        vocab_size=80,
+        predict=PredictConfig(depths=2),
+    ),
+    "experts and an extra depth": replace(MIXTURE, predict=PredictConfig(depths=1)),
     "latent attention without narrow queries": replace(
         LATENT, experts=None, latent=LatentConfig(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=12)
     ),

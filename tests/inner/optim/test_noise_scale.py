@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inner.data.micro_batch import MicroBatch
+from inner.data.micro_batch import Ahead, MicroBatch
 from inner.optim.noise_scale import ONE_IN, GradientNoise, estimate_noise, is_in_small_batch, without_targets
 
 DIM, SMALL, LARGE, STEPS = 50, 8, 64, 4000
@@ -47,3 +47,12 @@ def test_only_the_targets_of_other_sequences_are_left_out():
     got = without_targets(batch, [False, True, False])
     assert got.targets_BS.tolist() == [[-100, -100], [2, 3], [-100, -100]]
     assert got.tokens_BS.equal(batch.tokens_BS) and batch.targets_BS.equal(batch.tokens_BS)
+
+
+def test_targets_of_extra_depths_are_left_out_with_the_others():
+    numbers = torch.arange(6).view(3, 2)
+    batch = MicroBatch(numbers, numbers, None, Ahead(numbers[None], numbers[None]))
+    got = without_targets(batch, [False, True, False]).ahead
+    assert got is not None
+    assert got.targets_PBS.tolist() == [[[-100, -100], [2, 3], [-100, -100]]]
+    assert got.tokens_PBS.equal(numbers[None])
