@@ -53,7 +53,7 @@ FLOORS = {
         errors testing watchdog
         config faults formatting
         network_emulation planning.laws planning.mesh records runtime.devices
-        planning
+        overview planning
         report runtime
         checkpoints connections swarm
         doctor

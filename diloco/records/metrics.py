@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 OF_EXPERTS = ("expert_loads", "routing")
 """Fields of a step that only models with experts have."""
+SAVING = "saving"
+"""Name of a pause in which the island takes a copy of its state for a checkpoint."""
+STARTED_AGAIN = "started again"
+"""Event that the island's processes have been started again. Its text: how they ended before."""
 LOST = "lost"
 """Event that this island has lost another one. Its text: that one's name, a colon, the cause."""
 
@@ -116,7 +120,8 @@ class RoundRecord:
     """Where each rank's training thread spent its time since the last landed round.
 
     Empty for one rank. One list per rank: its number, then seconds in steps, reading text,
-    computing, ready but without a processor, and between steps.
+    computing, ready but without a processor, between steps, and, in newer records, in which the
+    whole process was stopped.
     """
     time: float = field(default_factory=time.time)
     """Unix time at the end of the attempt, which consists of the wait and then the reduce."""
@@ -168,8 +173,22 @@ class EvalRecord:
     bits_per_byte: float | None
     source_losses: dict[str, float | None] = field(default_factory=dict)
     """The loss by source, if the data is a mixture."""
+    seconds: float = 0.0
+    """Duration of the evaluation, in which the island did not train; 0 in older records."""
     time: float = field(default_factory=time.time)
     kind: Literal["eval"] = "eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseRecord:
+    """A time in which the island did not train, for another reason than a round or an evaluation."""
+
+    name: str
+    """The reason: SAVING."""
+    seconds: float
+    time: float = field(default_factory=time.time)
+    """Unix time at the end of the pause."""
+    kind: Literal["pause"] = "pause"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +201,7 @@ class EventRecord:
     kind: Literal["event"] = "event"
 
 
-Record = StepRecord | RoundRecord | EvalRecord | EventRecord
+Record = StepRecord | RoundRecord | EvalRecord | EventRecord | PauseRecord
 
 
 class Sink(Protocol):
