@@ -191,6 +191,7 @@ def open_runtime(
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, participation.hooks),
             activity=activity,
+            times=RankTimes(stopped=lambda: activity.stopped_seconds),
             stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
             evaluations=None if shared is None else shared.evaluations,

@@ -17,7 +17,7 @@ from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, 
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
 from diloco.records.logbook import Logbook
-from diloco.records.metrics import EventRecord, Metrics
+from diloco.records.metrics import STARTED_AGAIN, EventRecord, Metrics
 from diloco.records.run_folder import hold_folder
 from diloco.records.sinks import build_sinks
 from diloco.runtime.operator_requests import OperatorRequests
@@ -25,6 +25,7 @@ from diloco.runtime.progress import Progress
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.text_print import text_print
 from diloco.status.visitors import Equipment, serve_visitors
+from diloco.watchdog.rank_notes import note_folder
 from inner.data.corpus import Corpus
 from inner.optim.moments import ParamsAndMoments
 from outer.agreement.running.peers import Identity
@@ -176,9 +177,12 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
     """
     lock = hold_folder(folder)
     try:
+        note_folder(folder)
         metrics = open_metrics(config, island, folder)
         try:
-            Logbook(folder.parent, island.label).note_start(config, island)
+            last_end = Logbook(folder.parent, island.label).note_start(config, island)
+            if last_end:
+                metrics.write(EventRecord(name=STARTED_AGAIN, text=last_end))
             yield metrics
         finally:
             metrics.close()
