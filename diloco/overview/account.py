@@ -226,6 +226,12 @@ def account_for(islands: Iterable[tuple[str, Iterable[Record]]]) -> RunAccount:
     return account
 
 
+def count_missed(account: RunAccount, name: str, absence: Absence) -> int:
+    """Return how many rounds were committed without an island during one of its absences."""
+    end = math.inf if absence.end is None else absence.end
+    return sum(name not in names and absence.begin <= c.time <= end for (_, names), c in account.commits.items())
+
+
 def find_left_out(account: RunAccount) -> Iterator[tuple[str, int]]:
     """Yield islands that were present while rounds were committed without them, and the number of these rounds."""
     for name, island in account.islands.items():

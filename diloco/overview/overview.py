@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.overview.account import RunAccount, account_for, find_left_out
+from diloco.overview.account import Absence, RunAccount, account_for, count_missed, find_left_out
 from diloco.overview.headline import OVER_SECONDS, Headline, describe, find_headline
 from diloco.overview.since import describe_since, lines_since
 from diloco.records.kept_config import RunPlan, read_plan
@@ -67,12 +67,18 @@ def describe_islands(account: RunAccount) -> dict[str, Any]:
     }
 
 
+def absence_row(account: RunAccount, name: str, absence: Absence) -> list[Any]:
+    """Return begin, end or None, cause, whether it is a failure, and the number of missed rounds."""
+    missed = count_missed(account, name, absence) if absence.is_failure else 0
+    return [absence.begin, absence.end, absence.cause, int(absence.is_failure), missed]
+
+
 def page_values(account: RunAccount, plan: RunPlan, now: float | None = None) -> dict[str, Any]:
     """Return the headline and the absences as the page takes them."""
     absences = {
-        name: [[each.begin, each.end, each.cause, int(each.is_failure)] for each in island.absences[-MAX_ABSENCES:]]
+        name: [absence_row(account, name, each) for each in island.absences[-MAX_ABSENCES:]]
         for name, island in account.islands.items()
-        if island.absences and not (island.is_over and len(island.absences) == 1)
+        if island.absences
     }
     headline = find_headline(account, plan, moment_of(account, now))
     return {"headline": headline.to_json(), "absences": absences}

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
-from diloco.overview.account import RunAccount
+from diloco.overview.account import RunAccount, count_missed
 from diloco.overview.incidents import ABORTED, DIED, DISAGREEMENT, JOINED, LEFT_OUT, Incident
 from diloco.records.metrics import LOST
 
@@ -89,18 +89,13 @@ def summarise(account: RunAccount, since: float) -> Iterator[str]:
 
 
 def describe_absence(account: RunAccount, name: str, since: float) -> str:
-    """Return how many rounds were committed while an island was away, and whether it is back."""
+    """Return how many rounds an island missed in its failures since a time, and whether it is still away."""
     if (island := account.islands.get(name)) is None:
         return ""
     away = [each for each in island.absences if each.is_failure and (each.end is None or each.end >= since)]
-    rounds = {
-        number
-        for (number, names), commit in account.commits.items()
-        for each in away
-        if name not in names and each.begin <= commit.time and (each.end is None or commit.time <= each.end)
-    }
-    where = ", is away" if island.is_away and not island.is_over else ""
-    return (f", missed {len(rounds)} round{'' if len(rounds) == 1 else 's'}" if rounds else "") + where
+    missed = sum(count_missed(account, name, each) for each in away)
+    where = ", is away" if any(each.end is None for each in away) else ""
+    return (f", missed {missed} round{'' if missed == 1 else 's'}" if missed else "") + where
 
 
 def lines_since(account: RunAccount, since: float, at: float, most: int = LINES) -> list[str]:

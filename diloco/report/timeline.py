@@ -11,16 +11,20 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from diloco.overview.account import IslandAccount
+from diloco.overview.overview import account_of
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
 from diloco.report.island_table import computing_share
 from diloco.report.style import INK, REFERENCE, WRONG, new_axes, save
 
-Activity = Literal["inner steps", "wait", "reduce", "aborted"]
+Activity = Literal["inner steps", "wait", "reduce", "evaluating", "saving", "aborted"]
 ACTIVITY_COLORS: dict[Activity, str] = {
     "inner steps": "#56B4E9",
     "wait": "#C9CCD3",
     "reduce": "#E69F00",
+    "evaluating": "#009E73",
+    "saving": "#CC79A7",
     "aborted": WRONG,
 }
 MAX_ROUND_LABELS = 24
@@ -42,7 +46,14 @@ class Segment:
 
 def find_segments(island: IslandRecords) -> list[Segment]:
     """Return all activities of an island, inner steps first."""
-    return merge_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
+    evaluations = [Segment("evaluating", each.time - each.seconds, each.time) for each in island.evals if each.seconds]
+    saves = [Segment("saving", each.time - each.seconds, each.time) for each in island.pauses]
+    return (
+        merge_steps(island.steps)
+        + evaluations
+        + saves
+        + [part for record in island.rounds for part in round_segments(record)]
+    )
 
 
 def merge_steps(steps: list[StepRecord]) -> list[Segment]:
@@ -87,6 +98,7 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     figure, axes = new_axes(
         "What each island did", f"{unit} since the first inner step began", "", height=figure_height(run)
     )
+    account = account_of(run)
     for lane, island in enumerate(run.islands):
         draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
         share = computing_share(island)
@@ -94,6 +106,7 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
             right = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
             text = f"{share * 100:.0f} % computing"
             axes.annotate(text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right)
+        mark_absences(axes, account.islands[island.name], lane, lambda seconds: (seconds - origin) / unit_seconds, last)
     label_commits(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     mark_faults(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     axes.set_yticks(range(len(run.islands)), [island.name for island in run.islands])
@@ -126,6 +139,18 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
         below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
+
+
+def mark_absences(axes: Axes, island: IslandAccount, lane: int, at: Callable[[float], float], last: float) -> None:
+    """Draw a dashed frame for each time in which an island had no processes, and a thick line where it ended."""
+    for absence in island.absences:
+        end = last if absence.end is None else absence.end
+        if end <= absence.begin:
+            continue
+        color = WRONG if absence.is_failure else REFERENCE
+        look = {"facecolor": "none", "edgecolor": color, "linestyle": (0, (3, 3)), "linewidth": 0.8}
+        axes.broken_barh([(at(absence.begin), at(end) - at(absence.begin))], (lane - 0.3, 0.6), **look)
+        axes.vlines([at(absence.begin)], lane - 0.36, lane + 0.36, color=color, linewidth=2.5, zorder=5)
 
 
 def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:

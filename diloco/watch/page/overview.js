@@ -13,7 +13,7 @@ function noteVisit() {
     localStorage.setItem(key, String(Date.now() / 1000));
   } catch { lastVisit = null; }  // A browser may refuse to keep anything.
   byId("since").querySelector("[value=visit]").hidden = lastVisit === null;
-  if (lastVisit !== null) byId("since").value = "visit";
+  byId("since").value = lastVisit === null ? "0" : "visit";
 }
 
 function sinceTime(end) {
@@ -32,10 +32,17 @@ function joinIncidents(rows) {
   return [...alike.values()].sort((a, b) => b.row[3] - a.row[3] || b.row[0] - a.row[0]);
 }
 
-function summaryOf(rows) {
+// Returns in words how many rounds an island missed in its failures since a time, and whether it is still away.
+function missedBy(name, begin) {
+  const failures = (run.overview?.absences[name] ?? []).filter((a) => a[3] && (a[1] === null || a[1] >= begin));
+  const missed = failures.reduce((sum, a) => sum + a[4], 0);
+  return (missed ? `, missed ${missed} round${missed === 1 ? "" : "s"}` : "") + (failures.some((a) => a[1] === null) ? ", is away" : "");
+}
+
+function summaryOf(rows, begin) {
   const count = (kinds) => rows.filter((r) => kinds.includes(r[2])).length, words = [], ended = new Map();
   for (const r of rows) if (ENDED.includes(r[2])) ended.set(r[1], (ended.get(r[1]) ?? 0) + 1);
-  for (const [name, n] of [...ended].sort()) words.push(`${name} died ${n === 1 ? "once" : n === 2 ? "twice" : n + " times"}`);
+  for (const [name, n] of [...ended].sort()) words.push(`${name} died ${n === 1 ? "once" : n === 2 ? "twice" : n + " times"}${missedBy(name, begin)}`);
   const joined = [...new Set(rows.filter((r) => r[2] === "joined").map((r) => r[1]))];
   if (joined.length) words.push(`${joined.join(", ")} joined`);
   for (const [kind, one] of [["aborted", "aborted attempt"], ["left out", "exclusion"], ["loss spike", "loss spike"], ["not saved", "failed save"]])
@@ -50,7 +57,7 @@ function drawOverview(t) {
   if (!line) return;
   byId("headline").replaceChildren(...line.text.split(" · ").map((text, i) => make("span", text, i ? "" : line.is_trouble ? "bad state" : "state")));
   const begin = sinceTime(Math.min(t, last)), rows = run.incidents.filter((r) => r[0] >= begin && r[0] <= t);
-  byId("since-text").textContent = ` (${clock(begin)}): ${summaryOf(rows)}`;
+  byId("since-text").textContent = ` (${clock(begin)}): ${summaryOf(rows, begin)}`;
   const joined = joinIncidents(rows);
   byId("incidents").replaceChildren(...joined.slice(0, 12).map(({ row, count }) => {
     const item = make("li", undefined, row[3] >= 3 ? "bad" : row[3] === 1 ? "good" : "");
@@ -64,7 +71,7 @@ function drawOverview(t) {
 
 const clock = (t) => new Date(t * 1000).toLocaleString([], Date.now() / 1000 - t < 72000 ? { hour: "2-digit", minute: "2-digit" } : { dateStyle: "short", timeStyle: "short" });
 
-// Returns the absences of an island up to a time: [begin, end or null, cause, whether it is a failure].
+// Returns the absences of an island up to a time: [begin, end or null, cause, whether it is a failure, missed rounds].
 const absencesOf = (name, t) => (run.overview?.absences[name] ?? []).filter((a) => a[0] <= t);
 
 // Returns points of time and value with a gap in each absence of the island, so that no line is drawn through it.

@@ -60,9 +60,15 @@ function roundWithout(name, newest, t) {
   return missed;
 }
 
-// Returns whether all islands have the same text about their code and hardware: it is then said once, above them.
-const isShared = (text) => names().length > 1 && names().every((name) => run.machines[name] === text);
-const sharedMachine = () => { const text = Object.values(run.machines)[0]; return text && isShared(text) ? `, all on ${text}` : ""; };
+// Returns the texts about an island's code and hardware.
+function machineOf(name, t) {
+  const note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+  return [note?.[2].replace(/^started[^:]*: config \S+, /, "").replace(/, restart \d+$/, ""), run.machines[name]].filter(Boolean);
+}
+
+// What is equal on all islands is said once, above them.
+const isShared = (text) => names().length > 1 && names().every((name) => machineOf(name, last).includes(text));
+const sharedMachine = () => machineOf(names()[0] ?? "", last).filter(isShared).map((text) => `, all on ${text.replace(/^.*, on /, "")}`).join("");
 
 function drawCards(t) {
   byId("cards").replaceChildren(...names().map((name, i) => {
@@ -80,11 +86,11 @@ function drawCards(t) {
     for (const [key, value] of facts) list.append(make("dt", key), make("dd", value));
     card.append(title, list);
     if (why) card.append(make("p", why, "bad"));
-    const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+    const event = until(rows.events, t);
     const progress = progressOf(event);
     if (progress) card.append(progress);
     if (event) card.append(make("p", `${event[1]}${event[2] ? ": " + event[2] : ""}`));
-    const machine = [note?.[2].replace(/^started[^:]*: config \S+ /, "").replace(/^, /, ""), run.machines[name]].filter((text) => text && !isShared(text)).join(", ");
+    const machine = machineOf(name, t).filter((text) => !isShared(text)).join(", ");
     if (machine) card.append(make("p", machine));
     return card;
   }));
