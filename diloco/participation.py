@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.alerts.watch import watch_for_alerts
 from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
@@ -183,7 +184,8 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
             last_end = Logbook(folder.parent, island.label).note_start(config, island)
             if last_end:
                 metrics.write(EventRecord(name=STARTED_AGAIN, text=last_end))
-            yield metrics
+            with watch_for_alerts(island.alerts, config.name, island.label, folder, metrics):
+                yield metrics
         finally:
             metrics.close()
     finally:

@@ -54,7 +54,7 @@ FLOORS = {
         config faults formatting
         network_emulation planning.laws planning.mesh records runtime.devices
         overview planning
-        report runtime
+        alerts report runtime
         checkpoints connections swarm
         doctor
         status tuning

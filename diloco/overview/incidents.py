@@ -1,5 +1,6 @@
 """Incidents of a run: what an operator wants to know after a night, with its cause and its cure."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ SEVERITIES: Mapping[str, int] = {
 }
 """Kinds of incidents, and how bad each is: 4 is the worst, 1 is good to know."""
 MAX_CHARACTERS = 300
+DIGESTS = re.compile(r"\bdigest [0-9a-f]{8,}")
+"""Found in the cause of an attempt in which islands voted for different states, and in no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,8 @@ def find_of_round(record: RoundRecord) -> Iterable[Incident]:
     """Yield the incidents in an attempt at a round. Every island that took part has the same ones."""
     if not record.committed:
         cause = f"round {record.round}: {one_line(record.cause or 'no cause recorded')}"[:MAX_CHARACTERS]
-        yield Incident(time=record.time, island="", kind=ABORTED, cause=cause)
+        kind = DISAGREEMENT if DIGESTS.search(cause) else ABORTED
+        yield Incident(time=record.time, island="", kind=kind, cause=cause)
     elif record.cause:
         cause = f"round {record.round}: {one_line(record.cause)}"[:MAX_CHARACTERS]
         yield Incident(time=record.time, island="", kind=LEFT_OUT, cause=cause)

@@ -32,8 +32,8 @@ PACKAGES = ("torch", "hivemind")
 """The packages that determine how an island computes and communicates."""
 LOCK_SECONDS = 2.0
 """Longest wait for the file's lock: a process suspended while it holds the lock stops no other."""
-IGNORED_KEYS = ("bootstrap", "faults", "joins", "index")
-"""Keys of an island's config that launchers change at each start."""
+IGNORED_KEYS = ("bootstrap", "faults", "joins", "index", "alerts.webhook")
+"""Keys of an island's config that launchers change at each start, and one whose value may be a secret."""
 
 
 class Logbook:

@@ -28,6 +28,9 @@ ACTIVITY_COLORS: dict[Activity, str] = {
     "aborted": WRONG,
 }
 MAX_ROUND_LABELS = 24
+LEGEND_COLUMNS = 4
+LABEL_SHARE = 0.07
+"""Least distance of two events whose names are both written, as a share of the time axis."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     account = account_of(run)
     for lane, island in enumerate(run.islands):
         draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
+        label_events(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds, last - origin)
         share = computing_share(island)
         if share is not None:
             right = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
@@ -116,12 +120,12 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = activity_legend(has_faults=bool(run.faults))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
+    figure.legend(handles=handles, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=10)
     return save(figure, path)
 
 
 def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float]) -> None:
-    """Draw one island's bars and event marks. `at` converts unix seconds to axis coordinates."""
+    """Draw one island's bars. `at` converts unix seconds to axis coordinates."""
     segments = find_segments(island)
     for activity, color in ACTIVITY_COLORS.items():
         bars = [(at(s.start), at(s.end) - at(s.start)) for s in segments if s.activity == activity]
@@ -131,12 +135,22 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
             look |= {"hatch": "////", "edgecolor": "white", "zorder": 3}
             axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
+
+
+def label_events(
+    axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float], span_seconds: float
+) -> None:
+    """Mark each event of an island below its lane, with its name where it has room."""
+    labelled = -math.inf
     for event in island.events:
         # The event `account` is recorded as the island leaves: its label would cover the label of
         # `left`.
         if event.name == "account":
             continue
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
+        if event.time - labelled < LABEL_SHARE * span_seconds:
+            continue
+        labelled = event.time
         below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
 
@@ -197,4 +211,4 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def figure_height(run: RunRecords) -> float:
     """Return the height of the timeline in inches."""
-    return 1.9 + 0.62 * min(len(run.islands), 40)
+    return 2.15 + 0.62 * min(len(run.islands), 40)
