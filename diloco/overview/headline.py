@@ -52,9 +52,9 @@ def find_headline(account: RunAccount, plan: RunPlan, at: float) -> Headline:
     """Return the figures of the first line at unix time `at`."""
     run = combine([island.latest for island in account.islands.values()])
     names = account.last_commit[0] if account.last_commit else ()
-    over = at - account.last > OVER_SECONDS
+    is_over = at - account.last > OVER_SECONDS or all(island.is_away for island in account.islands.values())
     loss_change, change_seconds = find_loss_change(account)
-    until = None if over else at
+    until = None if is_over else at
     seconds = [island.seconds(until if island.is_away and not island.is_over else None) for island in living(account)]
     state, is_trouble = describe_state(account, plan, at)
     left = None if plan.num_rounds is None else max(plan.num_rounds - run.round, 0)

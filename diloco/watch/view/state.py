@@ -1,6 +1,7 @@
 """The latest state of each island of a run, for `--json`, `--text` and Prometheus."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
@@ -38,6 +39,7 @@ def state_now(view: RunView) -> dict[str, Any]:
         "headline": overview.headline.to_json(),
         "since": overview.since,
         "incidents": overview.lines,
+        "incident_counts": dict(Counter(incident.kind for incident in view.account.incidents)),
         **describe_islands(view.account),
         "islands": [describe_island(view, name, at) for name in view.islands],
         "loss_gap": measured_gap(view),
