@@ -183,7 +183,7 @@ def train(runtime: Runtime) -> StepResult:
         runtime.activity.start("inner step")
     started = time.monotonic()
     try:
-        with runtime.turns:
+        with runtime.turns, runtime.traffic.counting():
             result = trainer.step(batch.micro_batches)
     except TrainingStopped:
         reject_checkpoints(runtime)

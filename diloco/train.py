@@ -28,7 +28,7 @@ from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
 from diloco.runtime.step_records import make_step_record
 from diloco.tuning.choice import choose_settings
-from diloco.watchdog.rank_notes import LastLines, is_end_noted
+from diloco.watchdog.rank_notes import LastLines, is_end_noted, note_error
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
@@ -145,6 +145,7 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
         raise
     except Exception as error:
         named = name_lost_rank(error)
+        note_error(rank, f"{type(named).__name__}: {named}")
         book.note("failed", f"rank {rank}: {type(named).__name__}: {named}")
         if named is error:
             raise

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from diloco.records.best_effort import best_effort
+from diloco.records.growing_file import ends_inside_a_line
 
 if TYPE_CHECKING:
     from outer.leases.ledger import Ledger
@@ -192,6 +192,18 @@ class PauseRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrafficRecord:
+    """Bytes that rank 0 sent to other ranks of its island in one inner step, by axis of the mesh."""
+
+    step: int
+    sent: dict[str, int]
+    planned: dict[str, int]
+    """The same by `diloco mesh`; empty if it cannot tell."""
+    time: float = field(default_factory=time.time)
+    kind: Literal["traffic"] = "traffic"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EventRecord:
     """An event in the life of the island: `joined`, `left`, `alone`, `stopped`, ..."""
 
@@ -201,7 +213,7 @@ class EventRecord:
     kind: Literal["event"] = "event"
 
 
-Record = StepRecord | RoundRecord | EvalRecord | EventRecord | PauseRecord
+Record = StepRecord | RoundRecord | EvalRecord | EventRecord | PauseRecord | TrafficRecord
 
 
 class Sink(Protocol):
@@ -321,11 +333,3 @@ def to_line(record: Record) -> str:
     values = {key: value for key, value in values.items() if value or key not in OF_EXPERTS}
     values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values, allow_nan=False) + "\n"
-
-
-def ends_inside_a_line(path: Path) -> bool:
-    """Return whether the last line is incomplete, because an earlier process was killed."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return size > 0 and file.read(1) != b"\n"

@@ -54,6 +54,11 @@ def summarise_records(run: RunRecords) -> Summary:
         **training_figures(run.islands),
         **data_account(run.islands),
         **describe_islands(account),
+        "inner_traffic": {
+            island.name: {axis: [sent, last.planned.get(axis)] for axis, sent in last.sent.items()}
+            for island in run.islands
+            for last in island.traffics[-1:]
+        },
         "faults": dict(Counter(fault.kind for fault in run.faults if not fault.is_end)),
         "links": run.facts.links or None if run.facts else None,
         "wire_bytes_sent": run.facts.wire_bytes_sent if run.facts else None,

@@ -100,6 +100,11 @@ def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Sent between islands", human_bytes(total(summary["bytes_sent"]))
     if summary["wire_bytes_sent"] is not None:
         yield "On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"]))
+    for name, axes in summary["inner_traffic"].items():
+        told = [
+            f"{axis} {human_bytes(sent)} (planned {human_bytes(planned)})" for axis, (sent, planned) in axes.items()
+        ]
+        yield f"Rank 0 of {name} sent per inner step", ", ".join(told)
     if summary["links"] is not None:
         yield "Links", summary["links"]
 

@@ -65,6 +65,15 @@ def is_end_noted() -> bool:
     return bool(read_note(find_notes(), CAUSE))
 
 
+def note_error(rank: int, text: str) -> None:
+    """Keep the error that ends a rank as the last of its lines."""
+    notes = find_notes()
+    lines = read_note(notes, FIRST_RANK + rank).splitlines()
+    write_note(
+        notes, FIRST_RANK + rank, "\n".join([*lines[1 - LAST_LINES :], " ".join(text.split())[:LINE_CHARACTERS]])
+    )
+
+
 class LastLines(logging.Handler):
     """Keeps the last lines that a rank has logged among the notes."""
 

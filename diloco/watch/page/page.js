@@ -179,7 +179,7 @@ function draw() {
   // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run.
   const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
   const attempts = findAttempts(t);
-  drawOverview(t); drawCards(t); drawLosses(t); drawBytes(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawRanks(t); drawPrediction(t); if (typeof drawControl === "function") drawControl();
+  drawOverview(t); drawCards(t); drawLosses(t); drawBytes(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawTraffic(t); drawRanks(t); drawPrediction(t); if (typeof drawControl === "function") drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);
   // Attempts are ordered by their ends, the newest first.
   const begin = shown && attempts.length > shown ? attempts[shown].time : first;
@@ -198,7 +198,7 @@ function drawSoon() {
   requestAnimationFrame(() => { isDue = false; draw(); });
 }
 
-const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [], pace: [], experts: [], pauses: [] });
+const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [], pace: [], experts: [], pauses: [], traffic: [] });
 
 function take(more) {
   const add = (known, rows) => { for (const kind in rows) known[kind].push(...rows[kind]); };

@@ -47,6 +47,23 @@ function drawExperts(t) {
   byId("layers").replaceChildren(table);
 }
 
+// Shows what rank 0 of each island sent to other ranks in one inner step, beside the plan and the bytes between islands.
+function drawTraffic(t) {
+  const table = make("table"), head = make("tr");
+  for (const title of ["", "axis", "measured", "planned", "so far"]) head.append(make("th", title));
+  table.append(head);
+  for (const name of names()) {
+    const r = until(run.islands[name].traffic, t), step = until(run.islands[name].steps, t), sent = until(run.islands[name].rounds, t)?.[6] ?? 0;
+    if (!r || !step) continue;
+    const steps = step[1] - run.islands[name].steps[0][1] + 1;
+    const add = (...cells) => { const row = make("tr"); row.append(...cells.map((cell) => make("td", cell))); table.append(row); };
+    for (const [axis, bytes] of Object.entries(r[2]).sort()) add(name, axis, human(bytes, "B"), human(r[3][axis], "B"), human(bytes * steps, "B"));
+    add(name, "to other islands", human(sent / steps, "B"), "", human(sent, "B"));
+  }
+  byId("traffic").parentElement.hidden = table.rows.length < 2;
+  byId("traffic").replaceChildren(table);
+}
+
 // Returns the losses of data-parallel training on the same tokens. Its times are relative to its own beginning.
 function baselineLines(isTokens) {
   const rows = run.baseline;

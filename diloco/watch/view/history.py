@@ -13,12 +13,25 @@ from diloco.formatting import one_line
 from diloco.overview.account import IslandAccount
 from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.growing_file import GrowingFile
-from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
-KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace", "experts", "pauses")
+KINDS = (
+    "steps",
+    "work",
+    "rounds",
+    "evals",
+    "events",
+    "sources",
+    "presence",
+    "ranks",
+    "pace",
+    "experts",
+    "pauses",
+    "traffic",
+)
 MAX_POINTS = 2000
 """Most rows of a kind that a page first gets per island. With many islands it gets fewer."""
 MAX_ROWS = 16_000
@@ -66,6 +79,7 @@ class IslandHistory:
     pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
              of the last committed rounds
     pauses   begin, end, what the island did instead of training: evaluating or saving
+    traffic  time, inner step, bytes that rank 0 sent inside the island in this step by axis, and the planned ones
     presence time, whether the island answers a watcher over the network (0 or 1), why it does not
     """
 
@@ -111,6 +125,8 @@ class IslandHistory:
             case EventRecord():
                 text = one_line(record.text)[:MAX_TEXT]
                 self.rows["events"].append([record.time, record.name[:64], text, int(record.name in ENDS)])
+            case TrafficRecord():
+                self.rows["traffic"].append([record.time, record.step, record.sent, record.planned])
             case PauseRecord():
                 self.rows["pauses"].append([record.time - (finite(record.seconds) or 0.0), record.time, record.name])
 
