@@ -24,6 +24,8 @@ from diloco.records.metrics import STARTED_AGAIN, EvalRecord, EventRecord, Recor
 
 MAX_INCIDENTS = 5000
 """Most incidents that are kept; later ones of a run that has more are only counted in the figures."""
+SETTLED_SECONDS = 60.0
+"""Time after which no record of a commit before it is expected any more."""
 UNNOTED = "its processes ended without a record: they were killed, or the machine was lost"
 ENTRY = re.compile(r"round (\d+),")
 Attempt = tuple[int, int, tuple[str, ...]]
@@ -161,6 +163,8 @@ class RunAccount:
         """Islands that have taken part in a committed round, also those whose records are elsewhere."""
         self.last_commit: tuple[tuple[str, ...], Commit] | None = None
         """The participants of the newest committed round, and the commit; None before the first one."""
+        self.missed: dict[tuple[str, float, float | None], int] = {}
+        """Rounds missed in absences that are long over, which `count_missed` has counted."""
         self._last_round = -1
         self._outcomes: dict[Attempt, bool] = {}
         self._told: set[tuple[object, ...]] = set()
@@ -228,8 +232,14 @@ def account_for(islands: Iterable[tuple[str, Iterable[Record]]]) -> RunAccount:
 
 def count_missed(account: RunAccount, name: str, absence: Absence) -> int:
     """Return how many rounds were committed without an island during one of its absences."""
+    key = (name, absence.begin, absence.end)
+    if key in account.missed:
+        return account.missed[key]
     end = math.inf if absence.end is None else absence.end
-    return sum(name not in names and absence.begin <= c.time <= end for (_, names), c in account.commits.items())
+    missed = sum(name not in names and absence.begin <= c.time <= end for (_, names), c in account.commits.items())
+    if account.last - end > SETTLED_SECONDS:
+        account.missed[key] = missed
+    return missed
 
 
 def find_left_out(account: RunAccount) -> Iterator[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.formatting import human_seconds
 from diloco.overview.headline import OVER_SECONDS
-from diloco.overview.overview import describe_islands, find_overview
+from diloco.overview.overview import find_overview
 from diloco.records.metrics import LOST
 from diloco.watch.view.history import IslandHistory
 from diloco.watch.view.run_view import RunView
@@ -40,7 +40,6 @@ def state_now(view: RunView) -> dict[str, Any]:
         "since": overview.since,
         "incidents": overview.lines,
         "incident_counts": dict(Counter(incident.kind for incident in view.account.incidents)),
-        **describe_islands(view.account),
         "islands": [describe_island(view, name, at) for name in view.islands],
         "loss_gap": measured_gap(view),
         "faults": len([fault for fault in view.faults if not fault[4]]),
