@@ -1,6 +1,6 @@
 """How an island spent its time, by its records: the same shares for the page, the report and `diloco status`."""
 
-from collections import Counter, deque
+from collections import deque
 
 from diloco.records.figures import finite
 from diloco.records.metrics import EvalRecord, PauseRecord, Record, RoundRecord, StepRecord
@@ -20,7 +20,7 @@ class ActivityTimes:
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self.first: float | None = None
         """Unix time at which the first recorded activity began."""
         self.last = 0.0
@@ -83,8 +83,6 @@ class ActivityTimes:
 
 def find_shares(islands: list[dict[str, float]]) -> dict[str, float]:
     """Return the share of each activity in the time of all islands together; empty without a record."""
-    sums = Counter[str]()
-    for seconds in islands:
-        sums.update(seconds)
+    sums = {name: sum(seconds[name] for seconds in islands) for name in ACTIVITIES}
     whole = sum(sums.values())
     return {name: sums[name] / whole for name in ACTIVITIES} if whole else {}

@@ -45,7 +45,8 @@ function drawChart(id, lines, xText, yText, look = "linear") {
   }
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const key = JSON.stringify([place.clientWidth, dark, look, xText.name, shown.map((line) => line.label)]);
-  const data = uPlot.join(shown.map((line) => [line.points.map((p) => p[0]), line.points.map((p) => p[1])]));
+  // Mode 2 widens a gap to the line's own neighbouring points: other lines have points within it.
+  const data = uPlot.join(shown.map((line) => [line.points.map((p) => p[0]), line.points.map((p) => p[1])]), shown.map(() => [1, 2]));
   if (charts[id]?.key === key) { charts[id].lines = shown; charts[id].plot.setData(data); return; }
   charts[id]?.plot.destroy();
   place.replaceChildren();
