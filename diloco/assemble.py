@@ -18,6 +18,7 @@ from diloco.records.metrics import Metrics
 from diloco.runtime.buffer_watch import BufferWatch
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.evaluation import SharedEvaluations
+from diloco.runtime.inner_traffic import InnerTraffic
 from diloco.runtime.mfu import MfuMeter, build_mfu_meter, note_peak
 from diloco.status.visitors import Equipment
 from diloco.tuning.choice import choose_settings
@@ -64,6 +65,8 @@ class Runtime:
     """The stage of the run that trainer and batches are set for; -1 before the first round."""
     turns: AbstractContextManager
     """Held while the model computes, to limit how many islands of one process compute at once."""
+    traffic: InnerTraffic
+    """What this rank sends inside its island."""
     evaluations: SharedEvaluations | None
     """Evaluations that the islands of this process share; None in a process with one island."""
     buffer_watch: BufferWatch
@@ -201,6 +204,8 @@ def open_runtime(
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, participation.hooks),
             activity=activity,
+            times=RankTimes(stopped=lambda: activity.stopped_seconds),
+            traffic=InnerTraffic(config, island, device, trainer.mesh, is_leader=ranks.is_leader),
             stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
             evaluations=None if shared is None else shared.evaluations,

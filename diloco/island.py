@@ -78,7 +78,7 @@ def train(runtime: Runtime) -> StepResult:
     if runtime.batches.is_streamed:
         runtime.activity.start("inner step")
     started = time.monotonic()
-    with runtime.turns:
+    with runtime.turns, runtime.traffic.counting():
         result = trainer.step(batch.micro_batches)
     result = replace(result, seconds=time.monotonic() - started)
     runtime.times.end(batch.seconds)

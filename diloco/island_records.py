@@ -21,6 +21,8 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
         return
     runtime.tokens += 0 if result.is_skipped else result.tokens
     runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
+    if (traffic := runtime.traffic.take(result.step)) is not None:
+        runtime.metrics.write(traffic)
     if result.spike is not None:
         runtime.event("loss spike", spike_text(result, result.spike))
     for layer in result.routing.collapsed_layers if result.routing is not None else ():

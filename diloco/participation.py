@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.alerts.watch import watch_for_alerts
 from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds, stage_tokens
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
 from diloco.records.logbook import Logbook
-from diloco.records.metrics import EventRecord, Metrics
+from diloco.records.metrics import STARTED_AGAIN, EventRecord, Metrics
 from diloco.records.run_folder import hold_folder
 from diloco.records.sinks import build_sinks
 from diloco.runtime.operator_requests import OperatorRequests
@@ -25,6 +26,7 @@ from diloco.runtime.progress import Progress
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.text_print import text_print
 from diloco.status.visitors import Equipment, serve_visitors
+from diloco.watchdog.rank_notes import note_folder
 from inner.data.corpus import Corpus
 from inner.optim.moments import ParamsAndMoments
 from outer.agreement.running.peers import Identity
@@ -180,10 +182,14 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
     """
     lock = hold_folder(folder)
     try:
+        note_folder(folder)
         metrics = open_metrics(config, island, folder)
         try:
-            Logbook(folder.parent, island.label).note_start(config, island)
-            yield metrics
+            last_end = Logbook(folder.parent, island.label).note_start(config, island)
+            if last_end:
+                metrics.write(EventRecord(name=STARTED_AGAIN, text=last_end))
+            with watch_for_alerts(island.alerts, config.name, island.label, folder, metrics):
+                yield metrics
         finally:
             metrics.close()
     finally:

@@ -28,6 +28,7 @@ from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
 from diloco.runtime.step_records import make_step_record
 from diloco.tuning.choice import choose_settings
+from diloco.watchdog.rank_notes import LastLines, is_end_noted, note_error
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
@@ -124,6 +125,7 @@ def start_logging(island: str) -> None:
     rank = os.environ.get("RANK", "0")
     form = f"%(asctime)s {island}/{rank} %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)
+    logging.getLogger().addHandler(LastLines(int(rank)))
 
 
 @contextmanager
@@ -139,6 +141,7 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
         raise
     except Exception as error:
         named = name_lost_rank(error)
+        note_error(rank, f"{type(named).__name__}: {named}")
         book.note("failed", f"rank {rank}: {type(named).__name__}: {named}")
         if named is error:
             raise
@@ -162,7 +165,9 @@ def say_goodbye(running: list[Runtime], name: str, text: str) -> None:
     By the withdrawal, others learn of the end at once.
     """
     for runtime in running:
-        runtime.event(name, text)
+        # If the launcher ends this rank because another one has died, it records that end itself.
+        if name != "left" or not is_end_noted():
+            runtime.event(name, text)
         steps = runtime.trainer.inner_step - runtime.outer.schedule.begin(runtime.outer.round)
         runtime.outer.leave(max(steps, 0))
         # The event loop stays open: its end would make the waiting training thread end the process

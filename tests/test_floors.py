@@ -53,8 +53,8 @@ FLOORS = {
         errors testing watchdog
         config faults formatting
         network_emulation planning.laws planning.mesh records runtime.devices
-        planning
-        report runtime
+        overview planning
+        alerts report runtime
         checkpoints connections swarm
         doctor
         status tuning

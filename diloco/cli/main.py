@@ -202,8 +202,21 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder of the report (default: the first RUN_DIR).")
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write only the page of `diloco watch` with its data, as one file."),
+    ] = None,
 ) -> None:
     """Write summary.json and report.html of a run from its metrics, and print the summary and the islands."""
+    if page is not None:
+        from diloco.errors import ConfigError
+        from diloco.watch.saved_page import write_page
+
+        if len(run_dirs) > 1 or out is not None:
+            raise ConfigError(f"got --page with {len(run_dirs)} folders and --out {out}; give one folder and no --out")
+        write_page(run_dirs[0], page)
+        typer.echo(f"page: {page}")
+        return
     from rich.console import Console
 
     from diloco.formatting import align

@@ -109,6 +109,11 @@ def doctor(
     raise typer.Exit(run(arguments or [], config, run_name, is_strict=strict))
 
 
+SINCE = typer.Option(
+    metavar="TIME", help="Tell what happened since then: 8h, 30min, 22:30 (UTC) or a date (default: the beginning)."
+)
+
+
 def status(
     target: Annotated[
         str, typer.Argument(metavar="ADDRESS|RUN_DIR", help="Address printed by `diloco bootstrap`, or a run's folder.")
@@ -119,6 +124,7 @@ def status(
     ] = None,
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to show (default: all runs).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    since: Annotated[str | None, SINCE] = None,
 ) -> None:
     """Show the state of each island of a run, as reported by the islands or read from the records
     in a folder.
@@ -131,7 +137,7 @@ def status(
     from diloco.status.command import status as run
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # The table shows islands that cannot be reached.
-    raise typer.Exit(run(target, overrides or [], run_name, as_json=as_json))
+    raise typer.Exit(run(target, overrides or [], run_name, as_json=as_json, since=since))
 
 
 def watch(
@@ -175,6 +181,7 @@ def watch(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
     text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
+    since: Annotated[str | None, SINCE] = None,
 ) -> None:
     """Serve a dashboard of a run, live or replayed, from its folder or by queries to its
     islands.
@@ -186,4 +193,4 @@ def watch(
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # The page shows islands that cannot be reached.
     how = "json" if as_json else "text" if text else "page"
-    run(Watched(target, more or [], run_name, keep, control, link), how, host, port)
+    run(Watched(target, more or [], run_name, keep, control, link, since), how, host, port)

@@ -40,6 +40,31 @@ class CheckpointConfig(Section):
     island's state."""
 
 
+class AlertsConfig(Section):
+    """What the island tells its operator at once, and how. Nothing is told without a command or a webhook."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments to run for each alert, which it gets as JSON on its standard input. It
+    is run without a shell."""
+    webhook: str | None = Field(default=None, pattern="^https?://")
+    """URL to which each alert is posted as JSON, with its text in `text`."""
+    no_commit_minutes: float | None = Field(default=30.0, gt=0)
+    """Alert when no round has been committed for this number of minutes. null: never."""
+    island_away_minutes: float | None = Field(default=30.0, gt=0)
+    """Alert when an island has been in no committed round for this number of minutes. null: never."""
+    disk_share: float | None = Field(default=0.95, gt=0, lt=1)
+    """Alert when more than this share of the disk with the island's folder is in use. null: never."""
+    loss_spike: bool = True
+    """Alert at each spike of the loss (optimizer.spikes)."""
+    disagreement: bool = True
+    """Alert when islands have found different states in a round."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether alerts are sent at all."""
+        return bool(self.command) or self.webhook is not None
+
+
 class IslandConfig(Section):
     """The part of the config that is local to one island."""
 
@@ -145,6 +170,7 @@ class IslandConfig(Section):
     masters: bool = False
     """Your own training loop with `diloco.Islands` only: keep fp32 masters of its bfloat16 and
     float16 parameters, 4 bytes per element."""
+    alerts: AlertsConfig = AlertsConfig()
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     """Whether the island also writes event files for TensorBoard, into `tensorboard` in its folder."""

@@ -1,11 +1,13 @@
 """The longer pieces of work around an island's rounds: resume, evaluate, save. All ranks call each of them together."""
 
 import logging
+import time
 from collections.abc import Hashable
 from contextlib import nullcontext
+from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.records.metrics import EvalRecord
+from diloco.records.metrics import SAVING, EvalRecord, PauseRecord
 from diloco.runtime.evaluation import evaluate_heldout
 from diloco.runtime.progress import ResumedState, ResumePoint
 
@@ -45,10 +47,11 @@ def evaluate(runtime: Runtime, cycle: int) -> None:
             return evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
 
     runtime.activity.start("evaluation")
+    began = time.monotonic()
     shared = runtime.evaluations
     record = evaluate_here() if shared is None else shared.find(evaluation_key(runtime, cycle), evaluate_here)
     if runtime.metrics is not None:
-        runtime.metrics.write(record)
+        runtime.metrics.write(replace(record, seconds=time.monotonic() - began))
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
 
 
@@ -68,6 +71,9 @@ def save(runtime: Runtime, point: ResumePoint) -> None:
         runtime.event("not saved", f"no loss has been finite since inner step {since}; earlier checkpoints are kept")
         return
     runtime.activity.start("a checkpoint")
+    began = time.monotonic()
     problem = runtime.checkpoints.save(point, runtime.tokens)
+    if runtime.metrics is not None:
+        runtime.metrics.write(PauseRecord(name=SAVING, seconds=time.monotonic() - began))
     if problem is not None:
         runtime.event("not saved", f"{problem}; training goes on")

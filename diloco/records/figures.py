@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, one_line
-from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
 
-ENDS = ("left", "hung", "failed", "stopped")
+ENDS = ("left", "hung", "failed", "stopped", "died")
 """Names of the events with which an island's processes end."""
 
 
@@ -127,6 +127,8 @@ class LatestRecords:
                 text = f"{record.name}: {record.text}" if record.text else record.name
                 end = record.name if record.name in ENDS else None
                 return {"event": one_line(text), "event_time": record.time, "end": end}
+            case PauseRecord() | TrafficRecord():
+                return {}
 
     def _changes_of_round(self, record: RoundRecord) -> dict[str, Any]:
         now = self.figures

@@ -1,5 +1,6 @@
 """Reads the complete lines of a growing file, and skips a line that exceeds a limit."""
 
+import os
 from pathlib import Path
 
 PIECE_BYTES = 1 << 22
@@ -32,3 +33,11 @@ class GrowingFile:
                     break  # The rest of the line is still to come.
                 self._offset = file.seek(self._offset + end)
         return lines
+
+
+def ends_inside_a_line(path: Path) -> bool:
+    """Return whether the last line is incomplete, because an earlier process was killed."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return size > 0 and file.read(1) != b"\n"

@@ -32,8 +32,8 @@ PACKAGES = ("torch", "hivemind")
 """The packages that determine how an island computes and communicates."""
 LOCK_SECONDS = 2.0
 """Longest wait for the file's lock: a process suspended while it holds the lock stops no other."""
-IGNORED_KEYS = ("bootstrap", "faults", "joins", "index")
-"""Keys of an island's config that launchers change at each start."""
+IGNORED_KEYS = ("bootstrap", "faults", "joins", "index", "alerts.webhook")
+"""Keys of an island's config that launchers change at each start, and one whose value may be a secret."""
 
 
 class Logbook:
@@ -64,11 +64,11 @@ class Logbook:
             log.log(level, "%s: no entry was written (%s): %s", self.path, error.strerror, entry)
             _unwritable.add(self.path)
 
-    def note_start(self, run: RunConfig, island: IslandConfig) -> None:
-        """Write entries about a start: config and versions.
+    def note_start(self, run: RunConfig, island: IslandConfig) -> str:
+        """Write entries about a start: config and versions. Return how the island ended before.
 
-        At a restart also the last end and changed keys. A part that fails is left out with a
-        warning.
+        That is empty at its first start. At a restart also the last end and changed keys. A part
+        that fails is left out with a warning.
         """
         config = flatten({**run.model_dump(mode="json"), "island": island.model_dump(mode="json")})
         mesh = resolve_degrees(island.mesh, island.ranks)
@@ -79,9 +79,11 @@ class Logbook:
         name = "started" if previous is None else "started again"
         by = "" if restarts == "0" else f", restart {restarts}"
         self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {describe_software()}{by}")
+        last_end = ""
         if previous is not None:
+            last_end = describe_end(entries) if entries else "its end is not in the logbook"
             if entries:
-                self.note("cause", describe_end(entries))
+                self.note("cause", last_end)
             for change in differences(previous, config):
                 self.note("config changed", change)
         with best_effort("the island's environment.json was not written"):
@@ -89,6 +91,7 @@ class Logbook:
                 self.note("environment changed", f"{key}: {change}")
         with best_effort(f"the island's {START} was not written"):
             write_atomically(folder / START, json.dumps(config, indent=1) + "\n")
+        return last_end
 
     def last_entries(self) -> list[str]:
         """Return this island's entries since its last start, without its name.
@@ -129,7 +132,10 @@ def describe_software() -> str:
 
 def describe_end(entries: Sequence[str]) -> str:
     """Describe how the processes that wrote these entries ended."""
-    # The first event of ENDS is the cause: when one rank fails, the others are stopped.
+    # The launcher knows which rank ended first, and how. Without its entry the first event of ENDS is the cause: when
+    # one rank fails, the others are stopped.
+    if died := next((entry for entry in entries if entry.startswith("died:")), ""):
+        return f"it last ended with '{died}'"
     if end := next((entry for entry in entries if entry.split(":", 1)[0] in ENDS), ""):
         return f"it last ended with '{end}'"
     return f"it last ended without an entry (it was killed, or its machine was lost); its last entry is '{entries[-1]}'"

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from diloco.records.best_effort import best_effort
+from diloco.records.growing_file import ends_inside_a_line
 
 if TYPE_CHECKING:
     from outer.leases.ledger import Ledger
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 OF_SOME_MODELS = ("expert_loads", "routing", "depth_losses")
 """Fields of a step that only models with experts have, or with multi-token prediction."""
+SAVING = "saving"
+"""Name of a pause in which the island takes a copy of its state for a checkpoint."""
+STARTED_AGAIN = "started again"
+"""Event that the island's processes have been started again. Its text: how they ended before."""
 LOST = "lost"
 """Event that this island has lost another one. Its text: that one's name, a colon, the cause."""
 
@@ -119,7 +123,8 @@ class RoundRecord:
     """Where each rank's training thread spent its time since the last landed round.
 
     Empty for one rank. One list per rank: its number, then seconds in steps, reading text,
-    computing, ready but without a processor, and between steps.
+    computing, ready but without a processor, between steps, and, in newer records, in which the
+    whole process was stopped.
     """
     time: float = field(default_factory=time.time)
     """Unix time at the end of the attempt, which consists of the wait and then the reduce."""
@@ -171,8 +176,34 @@ class EvalRecord:
     bits_per_byte: float | None
     source_losses: dict[str, float | None] = field(default_factory=dict)
     """The loss by source, if the data is a mixture."""
+    seconds: float = 0.0
+    """Duration of the evaluation, in which the island did not train; 0 in older records."""
     time: float = field(default_factory=time.time)
     kind: Literal["eval"] = "eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PauseRecord:
+    """A time in which the island did not train, for another reason than a round or an evaluation."""
+
+    name: str
+    """The reason: SAVING."""
+    seconds: float
+    time: float = field(default_factory=time.time)
+    """Unix time at the end of the pause."""
+    kind: Literal["pause"] = "pause"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficRecord:
+    """Bytes that rank 0 sent to other ranks of its island in one inner step, by axis of the mesh."""
+
+    step: int
+    sent: dict[str, int]
+    planned: dict[str, int]
+    """The same by `diloco mesh`; empty if it cannot tell."""
+    time: float = field(default_factory=time.time)
+    kind: Literal["traffic"] = "traffic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +216,7 @@ class EventRecord:
     kind: Literal["event"] = "event"
 
 
-Record = StepRecord | RoundRecord | EvalRecord | EventRecord
+Record = StepRecord | RoundRecord | EvalRecord | EventRecord | PauseRecord | TrafficRecord
 
 
 class Sink(Protocol):
@@ -305,11 +336,3 @@ def to_line(record: Record) -> str:
     values = {key: value for key, value in values.items() if value or key not in OF_SOME_MODELS}
     values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values, allow_nan=False) + "\n"
-
-
-def ends_inside_a_line(path: Path) -> bool:
-    """Return whether the last line is incomplete, because an earlier process was killed."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return size > 0 and file.read(1) != b"\n"

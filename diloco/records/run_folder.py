@@ -18,7 +18,7 @@ from diloco.errors import FolderInUse
 from diloco.records.faults import FaultRecord, read_faults
 from diloco.records.figures import LatestRecords
 from diloco.records.growing_file import GrowingFile
-from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
 from inner.foreign.files import read_file
@@ -64,17 +64,19 @@ class IslandRecords:
     rounds: list[RoundRecord] = field(default_factory=list)
     evals: list[EvalRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
+    pauses: list[PauseRecord] = field(default_factory=list)
+    traffics: list[TrafficRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.all: list[Record] = []
+        given = [*self.steps, *self.rounds, *self.evals, *self.events, *self.pauses, *self.traffics]
+        self.all: list[Record] = sorted(given, key=lambda record: record.time)
         self.latest = LatestRecords(self.name)
         """The figures after all records."""
-        given = [*self.steps, *self.rounds, *self.evals, *self.events]
-        for record in sorted(given, key=lambda record: record.time):
+        for record in self.all:
             self.latest.write(record)
 
     def add(self, record: Record) -> None:
-        """Append the record to `all`, and to `steps`, `rounds`, `evals` or `events`."""
+        """Append the record to `all`, and to `steps`, `rounds`, `evals`, `events`, `pauses` or `traffics`."""
         self.all.append(record)
         self.latest.write(record)
         getattr(self, f"{record.kind}s").append(record)

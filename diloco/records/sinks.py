@@ -9,7 +9,16 @@ from diloco.config.check import check_extras
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
 from diloco.records.best_effort import best_effort
-from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
+from diloco.records.metrics import (
+    EvalRecord,
+    EventRecord,
+    PauseRecord,
+    Record,
+    RoundRecord,
+    Sink,
+    StepRecord,
+    TrafficRecord,
+)
 
 NOT_SCALARS = frozenset({"time", "step", "round"})
 
@@ -61,7 +70,7 @@ class WandbSink:
             self._run.define_metric(f"{kind}/*", step_metric=axis)
 
     def write(self, record: Record) -> None:
-        if not isinstance(record, EventRecord):
+        if not isinstance(record, EventRecord | PauseRecord | TrafficRecord):
             self._run.log({axis_of(record)[0]: axis_of(record)[1], **scalars(record)})
 
     def close(self) -> None:
@@ -84,6 +93,8 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         if isinstance(record, EventRecord):
             self._writer.add_text("event", f"{record.name}: {record.text}", walltime=record.time)
+            return
+        if isinstance(record, PauseRecord | TrafficRecord):
             return
         for tag, value in scalars(record).items():
             self._writer.add_scalar(tag, value, axis_of(record)[1], walltime=record.time)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
+from diloco.overview.overview import account_of
+from diloco.overview.since import describe_time, find_since
 from diloco.records.faults import FaultRecord
 from diloco.records.run_folder import FACTS, IslandRecords, RunRecords
 from diloco.report.island_table import island_rows
@@ -20,6 +22,7 @@ PLOT_FOLDER = "plots"
 LINKED_FILES = ("config.yaml", SUMMARY, FACTS)
 MAX_ABORTS_LISTED = 50
 MAX_FAULTS_LISTED = 200
+MAX_INCIDENTS_LISTED = 100
 SUMMARY_COLUMNS = ("", "this run", "data-parallel baseline")
 # Island names and causes of aborts come from peers: autoescape keeps them from being read as HTML.
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
@@ -72,6 +75,7 @@ def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Pa
     return TEMPLATES.get_template(TEMPLATE).render(
         name=summary["name"],
         subtitle=_subtitle(run, summary),
+        head=[summary["headline"], summary["since"]],
         unread=describe_unread(summary),
         tiles=_tiles(summary),
         summary_columns=SUMMARY_COLUMNS[:num_columns],
@@ -79,7 +83,12 @@ def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Pa
         figures=figures,
         island_columns=list(islands[0]) if islands else [],
         island_rows=[list(row.values()) for row in islands],
-        text_tables=[_fault_table(run.faults), _abort_table(run.islands), _event_table(run.islands)],
+        incidents=_incident_table(run),
+        text_tables=[
+            _fault_table(run.faults),
+            _abort_table(run.islands),
+            _event_table(run.islands),
+        ],
         files=[name for name in LINKED_FILES if (out / name).is_file()],
     )
 
@@ -130,6 +139,17 @@ def _digest_scope(summary: Summary) -> str:
 def _bigram_reference(summary: Summary) -> str:
     bigram = summary["bigram_loss"]
     return "nats per token" if bigram is None else f"byte bigram model {bigram:.3f}"
+
+
+def _incident_table(run: RunRecords) -> TextTable:
+    account = account_of(run)
+    found = find_since(account, 0.0)
+    rows = [
+        (describe_time(i.time, account.last), f"{i.island or 'run'}: {i.kind}", str(i.count), i.cause, i.cure)
+        for i in found[:MAX_INCIDENTS_LISTED]
+    ]
+    columns = ("last", "what", "times", "cause", "cure")
+    return TextTable("What happened, the worst first", columns, rows, max(len(found) - MAX_INCIDENTS_LISTED, 0))
 
 
 def _fault_table(faults: Sequence[FaultRecord]) -> TextTable:

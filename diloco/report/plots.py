@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from diloco.formatting import human_bytes, human_count
+from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.records.metrics import EvalRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
 from diloco.report.style import ISLAND_COLORS, REFERENCE, WRONG, new_axes, plot_style, save
-from diloco.report.summary import data_parallel_bytes_per_step
 from diloco.report.timeline import draw_timeline
 
 MAX_POINTS = 2000

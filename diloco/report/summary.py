@@ -3,9 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco.overview.overview import account_of, describe_islands, find_overview
+from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.records.figures import combine
 from diloco.records.kept_config import read_plan
 from diloco.records.run_folder import IslandRecords, RunRecords, read_run
@@ -13,7 +16,6 @@ from diloco.report.data_account import data_account
 from inner.files import write_atomically
 
 SUMMARY = "summary.json"
-BYTES_PER_GRADIENT = 2
 DATA_PARALLEL_FORMULA = "2 (N-1)/N x 2 bytes x parameters x inner steps, sent by each of N islands"
 """Data-parallel traffic: a bf16 ring all-reduce of the gradients at every inner step."""
 
@@ -37,8 +39,13 @@ def write_summary(run: RunRecords, out: Path | None = None) -> Summary:
 
 def summarise_records(run: RunRecords) -> Summary:
     """Summarise records that have already been read."""
+    plan = replace(read_plan(run.run_dir), facts=run.facts)
+    account = account_of(run)
+    overview = find_overview(account, plan)
     summary: Summary = {
-        "name": read_plan(run.run_dir).name,
+        "name": plan.name,
+        "headline": overview.head[0],
+        "since": overview.since,
         "num_params": run.facts.num_params if run.facts else None,
         "num_islands": run.num_islands,
         "islands_read": len(run.islands),
@@ -46,6 +53,12 @@ def summarise_records(run: RunRecords) -> Summary:
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
         **training_figures(run.islands),
         **data_account(run.islands),
+        **describe_islands(account),
+        "inner_traffic": {
+            island.name: {axis: [sent, last.planned.get(axis)] for axis, sent in last.sent.items()}
+            for island in run.islands
+            for last in island.traffics[-1:]
+        },
         "faults": dict(Counter(fault.kind for fault in run.faults if not fault.is_end)),
         "links": run.facts.links or None if run.facts else None,
         "wire_bytes_sent": run.facts.wire_bytes_sent if run.facts else None,
@@ -193,11 +206,6 @@ def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
         return None
     per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
     return {island.name: round(per_step * len(island.steps)) for island in run.islands}
-
-
-def data_parallel_bytes_per_step(num_params: int, num_islands: int) -> float:
-    """Return the bytes that one island sends in one bf16 ring all-reduce of the gradients."""
-    return 2 * (num_islands - 1) / num_islands * BYTES_PER_GRADIENT * num_params
 
 
 def wall_seconds(islands: Sequence[IslandRecords]) -> float | None:

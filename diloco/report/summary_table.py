@@ -39,6 +39,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     for what, ours, theirs in summary_rows(summary):
         cells = [what, ours, theirs] if summary["baseline"] else [what, ours]
         table.add_row(*(Text(cell) for cell in cells))
+    console.print(Text(summary["headline"]))
+    console.print(Text(summary["since"]))
     console.print(table)
 
 
@@ -98,6 +100,11 @@ def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Sent between islands", human_bytes(total(summary["bytes_sent"]))
     if summary["wire_bytes_sent"] is not None:
         yield "On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"]))
+    for name, axes in summary["inner_traffic"].items():
+        told = [
+            f"{axis} {human_bytes(sent)} (planned {human_bytes(planned)})" for axis, (sent, planned) in axes.items()
+        ]
+        yield f"Rank 0 of {name} sent per inner step", ", ".join(told)
     if summary["links"] is not None:
         yield "Links", summary["links"]
 
@@ -123,6 +130,13 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fault_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the islands that were missing, and the faults that were inflicted."""
+    if gone := summary["islands_gone"]:
+        yield "Islands that did not come back", ", ".join(f"{name} ({cause[:60]})" for name, cause in gone.items())
+    if late := summary["islands_late"]:
+        yield "Joined late", ", ".join(f"{name} at round {number}" for name, number in late.items())
+    if missed := summary["rounds_left_out"]:
+        yield "Present, but left out of rounds", ", ".join(f"{name} {number}" for name, number in missed.items())
     if summary["faults"]:
         yield "Faults inflicted", ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
 

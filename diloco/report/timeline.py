@@ -11,19 +11,26 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from diloco.overview.account import IslandAccount
+from diloco.overview.overview import account_of
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
 from diloco.report.island_table import computing_share
 from diloco.report.style import INK, REFERENCE, WRONG, new_axes, save
 
-Activity = Literal["inner steps", "wait", "reduce", "aborted"]
+Activity = Literal["inner steps", "wait", "reduce", "evaluating", "saving", "aborted"]
 ACTIVITY_COLORS: dict[Activity, str] = {
     "inner steps": "#56B4E9",
     "wait": "#C9CCD3",
     "reduce": "#E69F00",
+    "evaluating": "#009E73",
+    "saving": "#CC79A7",
     "aborted": WRONG,
 }
 MAX_ROUND_LABELS = 24
+LEGEND_COLUMNS = 4
+LABEL_SHARE = 0.07
+"""Least distance of two events whose names are both written, as a share of the time axis."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,14 @@ class Segment:
 
 def find_segments(island: IslandRecords) -> list[Segment]:
     """Return all activities of an island, inner steps first."""
-    return merge_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
+    evaluations = [Segment("evaluating", each.time - each.seconds, each.time) for each in island.evals if each.seconds]
+    saves = [Segment("saving", each.time - each.seconds, each.time) for each in island.pauses]
+    return (
+        merge_steps(island.steps)
+        + evaluations
+        + saves
+        + [part for record in island.rounds for part in round_segments(record)]
+    )
 
 
 def merge_steps(steps: list[StepRecord]) -> list[Segment]:
@@ -87,13 +101,16 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     figure, axes = new_axes(
         "What each island did", f"{unit} since the first inner step began", "", height=figure_height(run)
     )
+    account = account_of(run)
     for lane, island in enumerate(run.islands):
         draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
+        label_events(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds, last - origin)
         share = computing_share(island)
         if share is not None:
             right = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
             text = f"{share * 100:.0f} % computing"
             axes.annotate(text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right)
+        mark_absences(axes, account.islands[island.name], lane, lambda seconds: (seconds - origin) / unit_seconds, last)
     label_commits(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     mark_faults(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     axes.set_yticks(range(len(run.islands)), [island.name for island in run.islands])
@@ -103,12 +120,12 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = activity_legend(has_faults=bool(run.faults))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
+    figure.legend(handles=handles, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=10)
     return save(figure, path)
 
 
 def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float]) -> None:
-    """Draw one island's bars and event marks. `at` converts unix seconds to axis coordinates."""
+    """Draw one island's bars. `at` converts unix seconds to axis coordinates."""
     segments = find_segments(island)
     for activity, color in ACTIVITY_COLORS.items():
         bars = [(at(s.start), at(s.end) - at(s.start)) for s in segments if s.activity == activity]
@@ -118,14 +135,36 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
             look |= {"hatch": "////", "edgecolor": "white", "zorder": 3}
             axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
+
+
+def label_events(
+    axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float], span_seconds: float
+) -> None:
+    """Mark each event of an island below its lane, with its name where it has room."""
+    labelled = -math.inf
     for event in island.events:
         # The event `account` is recorded as the island leaves: its label would cover the label of
         # `left`.
         if event.name == "account":
             continue
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
+        if event.time - labelled < LABEL_SHARE * span_seconds:
+            continue
+        labelled = event.time
         below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
+
+
+def mark_absences(axes: Axes, island: IslandAccount, lane: int, at: Callable[[float], float], last: float) -> None:
+    """Draw a dashed frame for each time in which an island had no processes, and a thick line where it ended."""
+    for absence in island.absences:
+        end = last if absence.end is None else absence.end
+        if end <= absence.begin:
+            continue
+        color = WRONG if absence.is_failure else REFERENCE
+        look = {"facecolor": "none", "edgecolor": color, "linestyle": (0, (3, 3)), "linewidth": 0.8}
+        axes.broken_barh([(at(absence.begin), at(end) - at(absence.begin))], (lane - 0.3, 0.6), **look)
+        axes.vlines([at(absence.begin)], lane - 0.36, lane + 0.36, color=color, linewidth=2.5, zorder=5)
 
 
 def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
@@ -172,4 +211,4 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def figure_height(run: RunRecords) -> float:
     """Return the height of the timeline in inches."""
-    return 1.9 + 0.62 * min(len(run.islands), 40)
+    return 2.15 + 0.62 * min(len(run.islands), 40)

@@ -22,6 +22,7 @@ other; with gossip each island has its own params to evaluate."""
 
 def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int) -> EvalRecord:
     """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
+    began = time.monotonic()
     seq_len = config.data.seq_len
     wanted = config.evaluate.tokens
     compared = corpus.compared
@@ -45,6 +46,7 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
         loss=loss,
         bits_per_byte=bits_per_byte(loss, compared),
         source_losses=by_source if len(corpus.texts) > 1 else {},
+        seconds=time.monotonic() - began,
     )
 
 

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 
 from diloco.errors import FINAL_STATUS
+from diloco.runtime.ends import count_memory_kills, describe_end, record_end
+from diloco.watchdog.rank_notes import CAUSE, NOTES, create_notes, write_note
 from diloco.watchdog.signals import MARK, end_with_parent, watch_parent
 
 STORE = "DILOCO_RANK_STORE"
@@ -29,10 +31,14 @@ STOP_SECONDS = 6.0
 """Time for ranks to announce that they leave (diloco.watchdog.signals.GRACE_SECONDS) and to end. It
 is shorter than processes.TERMINATE_SECONDS."""
 STOPS = (signal.SIGTERM, signal.SIGINT)
+HUNG = 85
+"""Exit status of a rank that its watchdog has ended (diloco/watchdog/watchdog.py, which imports torch)."""
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))
 """Exit statuses of a rank after which the island is not started again: a refusal, or a request to
 leave."""
+RECORDED = (*ENDED_FOR_GOOD, HUNG)
+"""Exit statuses of a rank that has recorded its end itself."""
 Rank = subprocess.Popen[bytes]
 
 
@@ -60,17 +66,60 @@ def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[i
     """Start all ranks and wait until all have ended. Return their common exit status. `life` counts
     starts from 0.
     """
-    with open_store() as (path, descriptors):
+    with open_store() as (path, descriptors), open_notes() as end:
         shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": life}
         env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
         # Otherwise each rank would compute with as many threads as the machine has cores.
         env.setdefault("OMP_NUM_THREADS", "1")
         env.setdefault(MARK, str(os.getpid()))
+        if end.notes is not None:
+            env[NOTES] = str(end.notes)
+            descriptors = (*descriptors, end.notes)
         ranks = [start_rank(command, rank, env, descriptors) for rank in range(num_ranks)]
         try:
-            return wait_for_ranks(ranks, received)
+            return wait_for_ranks(ranks, received, on_failure=end.note)
         finally:
             end_ranks(ranks)
+            end.record()
+
+
+class EndOfLife:
+    """How this life of the island ends, for its records."""
+
+    def __init__(self, notes: int | None) -> None:
+        self.notes = notes
+        self._memory_kills = count_memory_kills()
+        self._rank = 0
+        self._text = ""
+
+    def note(self, rank: int, code: int) -> None:
+        """Note that a rank has failed, before the other ranks are ended. They then record no end of their own."""
+        if code in RECORDED:
+            return
+        kills = count_memory_kills()
+        more = kills - self._memory_kills if kills is not None and self._memory_kills is not None else 0
+        self._rank = rank
+        self._text = describe_end(rank, code, memory_kills=more)
+        write_note(self.notes, CAUSE, self._text)
+
+    def record(self) -> None:
+        """Write the end into the island's records, after all ranks have ended."""
+        if self._text:
+            try:
+                record_end(self.notes, self._rank, self._text)
+            except Exception as error:  # noqa: BLE001 - no error of a record may keep the island from starting again
+                say(f"the end is not in the island's records ({error})")
+
+
+@contextmanager
+def open_notes() -> Iterator[EndOfLife]:
+    """Yield the end of a life, with a file of notes for its ranks."""
+    notes = create_notes()
+    try:
+        yield EndOfLife(notes)
+    finally:
+        if notes is not None:
+            os.close(notes)
 
 
 @contextmanager
@@ -102,11 +151,17 @@ def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descri
     )
 
 
-def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank") -> int:
+def wait_for_ranks(
+    ranks: Sequence[Rank],
+    received: list[int],
+    noun: str = "rank",
+    on_failure: Callable[[int, int], None] = lambda rank, code: None,
+) -> int:
     """Wait until all ranks have ended with status 0, one has failed, or SIGTERM or SIGINT has come.
     Ends no rank.
 
-    `noun`: what messages call a rank.
+    `noun`: what messages call a rank. `on_failure` is called with the rank that failed first and its
+    Popen.returncode.
     """
     while True:
         while received:
@@ -120,23 +175,21 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank
             # noticed first. So wait a moment, and then collect the statuses of all ranks.
             time.sleep(POLL_SECONDS)
             failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
-            return report_failure(failed, noun)
+            rank, code = first_failure(failed)
+            say(describe_end(rank, code, noun=noun))
+            on_failure(rank, code)
+            return code if code > 0 else 128 - code
         if None not in statuses:
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def report_failure(failed: Mapping[int, int], noun: str = "rank") -> int:
-    """Print how ranks ended, and return the island's exit status. `failed`: Popen.returncode of the
-    failed ranks.
-    """
+def first_failure(failed: Mapping[int, int]) -> tuple[int, int]:
+    """Return the rank that failed first, and its Popen.returncode. `failed`: those of all failed ranks."""
     # The other ranks fail too when the rank for which they wait ends. So a status that names a
     # cause comes first, then a signal, because a killed rank did not fail as a consequence of
     # another failure.
-    rank, code = min(failed.items(), key=lambda item: (item[1] not in ENDED_FOR_GOOD, item[1] >= 0))
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    say(f"{noun} {rank} {how}")
-    return code if code > 0 else 128 - code
+    return min(failed.items(), key=lambda item: (item[1] not in ENDED_FOR_GOOD, item[1] >= 0))
 
 
 def end_ranks(ranks: Sequence[Rank]) -> None:

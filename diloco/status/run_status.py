@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco.overview.overview import Overview
 from diloco.records.figures import IslandFigures
 from diloco.status.reply import IslandStatus
 
@@ -52,6 +53,8 @@ class RunStatus:
     """Inner steps of each island in the whole run; None if unknown."""
     num_rounds: int | None
     """Rounds of the whole run; None if unknown."""
+    overview: Overview | None = None
+    """Its first lines, by the records in its folder; None for a run at an address."""
 
     @property
     def round(self) -> int:
@@ -77,4 +80,7 @@ class RunStatus:
         own = {"name": self.name, "where": self.where, "config_hash": self.config_hash}
         own |= {"num_steps": self.num_steps, "num_rounds": self.num_rounds}
         own |= {"round": self.round, "committed_tokens": self.committed_tokens}
+        if self.overview is not None:
+            own |= {"headline": self.overview.headline.to_json(), "since": self.overview.since}
+            own |= {"incidents": self.overview.lines}
         return own | {"islands": [island.to_json() for island in self.islands]}

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from diloco.formatting import UNKNOWN, align, human_count, human_seconds, one_line
+from diloco.formatting import UNKNOWN, align, human_bytes, human_count, human_loss, human_seconds, one_line
 from diloco.records.figures import cells
 from diloco.status.reply import MAX_EVENT_CHARACTERS
 from diloco.status.run_status import RunStatus, SeenIsland
@@ -13,6 +13,7 @@ COLUMNS = ("island", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "
 
 def format_run(run: RunStatus) -> Iterator[str]:
     """Yield all lines about a run."""
+    yield from describe_overview(run)
     yield f"Run {run.name} at {run.where}: {describe_run(run)}"
     if not run.islands:
         yield "  no island is alive: start one, or wait for one to return"
@@ -21,6 +22,33 @@ def format_run(run: RunStatus) -> Iterator[str]:
     for island in run.islands:
         yield f"  {island.name}: {'; '.join(describe_island(island))}"
     yield f"  {describe_states(run)}"
+
+
+def describe_overview(run: RunStatus) -> Iterator[str]:
+    """Yield the first line, the line under it, and a line for each incident.
+
+    Answers of islands tell less than their records: of them, the first line alone is made.
+    """
+    if run.overview is not None:
+        yield from run.overview.head
+        yield from (f"  {line}" for line in run.overview.lines)
+    elif run.islands:
+        yield describe_answers(run)
+        yield f"since: the last event of each island is below; `diloco watch {run.where}` collects their records"
+
+
+def describe_answers(run: RunStatus) -> str:
+    """Return the first line about a run by the answers of its islands."""
+    figures = [island.figures for island in run.islands if island.figures is not None]
+    newest = max(figures, key=lambda each: each.round, default=None)
+    words = [
+        "training" if figures else "no island answers",
+        f"round {run.round}" + (f" of {run.num_rounds}" if run.num_rounds else ""),
+        f"held-out {human_loss(newest.heldout_loss if newest else None)}",
+        f"{len(figures)} of {len(run.islands)} islands answer",
+        f"{human_bytes(sum(each.bytes_sent for each in figures))} sent",
+    ]
+    return " · ".join(words)
 
 
 def describe_run(run: RunStatus) -> str:

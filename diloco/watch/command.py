@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import typer
 
 from diloco.errors import ConfigError
 from diloco.network_emulation.links import AccessLink, parse_link
+from diloco.overview.since import parse_since
 from diloco.swarm.visit import host_of
 from diloco.watch.control import Control, FolderHand
 from diloco.watch.view.prediction import RunPrediction
@@ -35,6 +37,8 @@ class Watched:
     """File with an operator's key, which allows the page to act on the run."""
     link: str | None = None
     """An island's link for the prediction, in the form of `simulate --link`."""
+    since: str | None = None
+    """Time from which on text and JSON tell incidents, as `parse_since` reads it."""
 
     @property
     def is_address(self) -> bool:
@@ -45,7 +49,10 @@ def watch(watched: Watched, how: How, host: str, port: int) -> None:
     """Show the runs until Ctrl-C, or print them once. Raises ConfigError, InputError or OuterError
     if that is impossible.
     """
+    since = 0.0 if watched.since is None else parse_since(watched.since, time.time())
     with open_views(watched) as (views, control):
+        for view in views:
+            view.since = since
         if how == "json":
             for view in views:
                 view.read()

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from diloco.watch.view.overlay import list_others
 from diloco.watch.view.prediction import RunPrediction
 
 UPDATE_SECONDS = 0.5
@@ -50,7 +51,8 @@ class Feed:
             self._end(next(iter(self._readers)))
         try:
             snapshot = await asyncio.to_thread(self._view.snapshot, position)
-            yield encode_event("snapshot", {"operator": self._operator} | snapshot)
+            others = await asyncio.to_thread(list_others, self._view.run_dir)
+            yield encode_event("snapshot", {"operator": self._operator, "others": others} | snapshot)
             if self._predicted is not None:
                 yield encode_event("predicted", self._predicted)
             while (text := await reader.get()) != END:

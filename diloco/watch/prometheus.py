@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco.overview.incidents import SEVERITIES
+
 GAUGES = {
     "step": "Inner steps made.",
     "round": "Committed rounds of the run after the island's last commit.",
@@ -22,6 +24,10 @@ COUNTERS = {
 }
 
 
+INCIDENTS = "diloco_incidents_total"
+"""Has a sample for each kind, also for kinds without an incident: their first one is then an increase."""
+
+
 def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
     """Return one metric family per figure, with one sample for each island of each run that has the
     figure.
@@ -39,6 +45,12 @@ def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
                 for island in state["islands"]
                 if island[name] is not None
             ]
+    lines += [f"# HELP {INCIDENTS} Incidents of the run by kind.", f"# TYPE {INCIDENTS} counter"]
+    lines += [
+        f'{INCIDENTS}{{run="{escape(state["name"])}",kind="{escape(kind)}"}} {state["incident_counts"].get(kind, 0)}'
+        for state in states
+        for kind in SEVERITIES
+    ]
     return "\n".join(lines) + "\n"
 
 

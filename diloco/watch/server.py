@@ -19,6 +19,7 @@ from diloco.errors import ConfigError
 from diloco.watch.control import Control, Wish
 from diloco.watch.feed import Feed
 from diloco.watch.prometheus import metrics_text
+from diloco.watch.view.overlay import list_others, read_losses
 from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
 from diloco.watch.view.state import state_now
@@ -30,6 +31,9 @@ FILES = {
     "page.js": "text/javascript",
     "drawing.js": "text/javascript",
     "panels.js": "text/javascript",
+    "overview.js": "text/javascript",
+    "losses.js": "text/javascript",
+    "save.js": "text/javascript",
     "prediction.js": "text/javascript",
     "control.js": "text/javascript",
     "compare.js": "text/javascript",
@@ -89,10 +93,12 @@ def build_app(
     if len(views) == 1:
         operator = None if control is None else control.operator
         routes |= page_routes("/", "index.html") | {"/events": event_route(predictions[0], operator)}
+        routes |= {"/other": other_route(views[0].run_dir)}
     else:
         routes |= page_routes("/", "compare.html")
         for number, prediction in enumerate(predictions):
             routes |= page_routes(f"/run/{number}/", "index.html") | {f"/run/{number}/events": event_route(prediction)}
+            routes |= {f"/run/{number}/other": other_route(prediction.view.run_dir)}
     for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
     if control is not None:
@@ -157,6 +163,20 @@ def event_route(prediction: RunPrediction, operator: str | None = None) -> Route
         return StreamingResponse(feed.events(), media_type="text/event-stream")
 
     return events
+
+
+def other_route(run_dir: Path) -> Route:
+    """Return the route of the held-out losses of another run in the same folder of runs."""
+    from starlette.responses import JSONResponse, Response
+
+    runs = run_dir.resolve().parent
+
+    async def other(name: str) -> Response:
+        if name not in await asyncio.to_thread(list_others, run_dir):
+            return JSONResponse({"error": "no such run"}, 404)
+        return JSONResponse(await asyncio.to_thread(read_losses, runs / name))
+
+    return other
 
 
 def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:

@@ -51,7 +51,8 @@ def render(prediction: RunPrediction) -> Group:
         table.add_row(*(Text(shown[column]) for column in COLUMNS), style="red" if island["is_wrong"] else None)
     lines = [*map(format_attempt, find_attempts(view, ROUNDS_SHOWN)), *find_stragglers(view.islands), *last_lines(view)]
     texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-    return Group(table, *show_prediction(state), *texts)
+    head = [Text(state["headline"]["text"], style="bold"), Text(state["since"]), *map(Text, state["incidents"])]
+    return Group(*head, table, *show_prediction(state), *texts)
 
 
 def format_attempt(attempt: Attempt) -> str:

@@ -41,6 +41,8 @@ class ActivityMonitor:
         """The current work; each piece is a new object."""
         self.num_beats = 0
         """Number of signs of life so far."""
+        self.stopped_seconds = 0.0
+        """Seconds so far in which the whole process was stopped, as the watchdog's thread found."""
 
     def start(self, kind: str) -> None:
         """End the current work and start the next piece."""

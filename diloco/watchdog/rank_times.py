@@ -17,7 +17,7 @@ SCHEDSTAT = "/proc/thread-self/schedstat"
 Times = list[float]
 """Seconds in inner steps; of these reading text, computing, ready without a processor.
 
-Between steps.
+Between steps. In which the whole process was stopped, in steps or between them.
 """
 
 
@@ -29,12 +29,18 @@ class RankTimes:
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.thread_time,
         ready: Callable[[], float] | None = None,
+        stopped: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`ready` returns the seconds for which the thread has been ready but without a processor."""
+        """`ready` returns the seconds for which the thread has been ready but without a processor.
+
+        `stopped` returns the seconds for which the whole process has been stopped.
+        """
+        self._stopped = stopped
+        self._stopped_before = stopped()
         self._clocks = (clock, processor, ready or read_ready_seconds)
         self._began = (0.0, 0.0, 0.0)
         self._ended = clock()
-        self._sums: Times = [0.0] * 5
+        self._sums: Times = [0.0] * 6
 
     def begin(self) -> None:
         """Note the start of an inner step, before its text is read."""
@@ -52,7 +58,13 @@ class RankTimes:
     def take(self) -> Times:
         """Return the sums since the last call, and begin new ones."""
         sums = self._sums
-        self._sums = [0.0] * 5
+        stopped = self._stopped()
+        # A thread that lacks a processor is late, too: what is explained is not counted twice.
+        seconds, data, computing, ready, between, _ = sums
+        unexplained = max(seconds + between - data - computing - ready, 0.0)
+        sums[5] = min(stopped - self._stopped_before, unexplained)
+        self._stopped_before = stopped
+        self._sums = [0.0] * 6
         return sums
 
     def _look(self) -> tuple[float, float, float]:
@@ -81,11 +93,11 @@ def rows_of(times: Sequence[Times]) -> list[list[float]]:
 def waited(row: Sequence[float]) -> float:
     """Return how long a row's rank waited for others, less the time that others waited for it.
 
-    In a step, a rank waits for others when it neither reads, nor computes, nor lacks a processor.
-    Between steps, the others wait for it.
+    In a step, a rank waits for others when it neither reads, nor computes, nor lacks a processor,
+    and its process is not stopped. Between steps, the others wait for it.
     """
-    _, seconds, data, computing, ready, between = row
-    return seconds - data - computing - ready - between
+    _, seconds, data, computing, ready, between, stopped = row
+    return seconds - data - computing - ready - between - stopped
 
 
 def read_ready_seconds() -> float:

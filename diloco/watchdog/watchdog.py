@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 HUNG = 85
 """Exit status of a rank that its watchdog has ended."""
 POLL_SECONDS = 1.0
+STOPPED_SECONDS = 0.5
+"""A watching thread that is this late was stopped with its process: suspended, or without any processor."""
 ANSWER_SECONDS = 20.0
 """How long ranks wait for one another's states, and then for the report of the verdict."""
 WRITE_SECONDS = 5.0
@@ -97,6 +99,9 @@ class Watchdog:
         looked_at = time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
+            late = now - looked_at - POLL_SECONDS
+            if late > STOPPED_SECONDS:
+                self._activity.stopped_seconds += late
             if self._activity.work is work and not (work.has_beats and self._activity.num_beats > num_beats):
                 # Bounded, because a process that was suspended for an hour has not hung for an hour.
                 self._idle_seconds += min(now - looked_at, 2 * POLL_SECONDS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from rich.console import Console
 
 from diloco.formatting import human_bytes, human_count, human_loss
@@ -209,3 +210,33 @@ def test_the_dashboard_shows_them(run_dir: Path, truth: dict[str, dict[str, Any]
     sent = human_bytes(sum(island["bytes_sent"] for island in truth.values()))
     assert f"step {step}/{NUM_STEPS} | round {newest(truth)} | {decided} | loss " in line
     assert f"| held-out {human_loss(last_evaluated(truth)['heldout_loss'])} |" in line and line.endswith(f"sent {sent}")
+
+
+def test_the_first_lines_are_the_same_everywhere(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+    (seen,) = find_status(str(run_dir), [], None)
+    assert seen.overview is not None
+    headline, since = seen.overview.head
+    run = read_run(run_dir)
+    summary = summarise_records(run)
+    assert (summary["headline"], summary["since"]) == (headline, since)
+    html = write_report(run, summary, run_dir.parent / "out").read_text()
+    assert escape(headline) in html and escape(since) in html
+    view = RunView(run_dir)
+    snapshot = view.snapshot(view.read())
+    assert snapshot["overview"]["headline"]["text"] == headline
+    state = RunPrediction(view).state()
+    assert (state["headline"]["text"], state["since"]) == (headline, since)
+    assert f"round {newest(truth)} of {NUM_ROUNDS}" in headline
+    assert f"held-out {human_loss(last_evaluated(truth)['heldout_loss'])}" in headline
+    assert f"{human_bytes(sum(island['bytes_sent'] for island in truth.values()))} sent" in headline
+
+
+def test_the_kill_the_join_and_the_aborts_are_told(run_dir: Path, truth: dict[str, dict[str, Any]]) -> None:
+    (seen,) = find_status(str(run_dir), [], None)
+    assert seen.overview is not None
+    assert re.search(r"island-1 died once", seen.overview.since) and "island-2 joined" in seen.overview.since
+    count = union(truth, "aborts")
+    assert f"{count} attempt{'s' if count > 1 else ''} aborted" in seen.overview.since
+    summary = summarise_records(read_run(run_dir))
+    assert summary["islands_late"].keys() == {"island-2"}
+    assert summary["islands_gone"].keys() == set(NAMES), "all were stopped before the run was over"

@@ -10,8 +10,8 @@ from statistics import fmean
 from pydantic import TypeAdapter, ValidationError
 
 from diloco.experiments.definition.rows import Row, Run
+from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.records.run_folder import IslandRecords, read_run
-from diloco.report.summary import data_parallel_bytes_per_step
 from inner.errors import InputError
 from inner.files import write_atomically
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from diloco.config.check import model_specs
 from diloco.experiments.definition.rows import Row
+from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.planning.predict import Case, LinkSpeed, find_payload_share, predict
-from diloco.report.summary import data_parallel_bytes_per_step
 from inner.model.sizes import BYTE_VOCAB_SIZE
 from outer.cost import measure_host_speed
 

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.records.environment import FILE as ENVIRONMENT
-from diloco.records.metrics import ends_inside_a_line, to_line
+from diloco.records.growing_file import ends_inside_a_line
+from diloco.records.metrics import to_line
 from diloco.records.run_folder import METRICS, PRESENCE
 from diloco.status.record_pages import RecordsPage, RecordsRequest
 from diloco.status.reply import IslandStatus

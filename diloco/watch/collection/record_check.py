@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from diloco.records.metrics import EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
 from diloco.records.run_folder import parse_record
 
 MAX_NAMES = 4096
@@ -34,6 +34,10 @@ def check_record(line: str, now: float) -> Record | None:
             is_sane &= are_names([*record.participants, *record.listeners]) and are_names(list(record.gated))
         case EventRecord():
             is_sane &= len(record.name) <= MAX_NAME
+        case PauseRecord():
+            is_sane &= len(record.name) <= MAX_NAME
+        case TrafficRecord():
+            is_sane &= are_names([*record.sent, *record.planned])
     return record if is_sane else None
 
 

@@ -34,7 +34,7 @@ function stateOf(name, t) {
   const present = until(rows.presence, t), isAway = present && !present[1];
   if (!newest) return isAway ? ["no answer", true, present[2]] : ["not started", false];
   const ago = duration(t - newest);
-  if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ["hung", "failed"].includes(event[1])];
+  if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ENDED.includes(event[1])];
   if (isAway && present[0] > newest) return [`no answer for ${ago}`, true, present[2]];
   const losers = losersOf(name, newest, t);
   if (losers.length) return [`silent for ${ago}, lost to ${losers.join(", ")}`, true];
@@ -60,6 +60,16 @@ function roundWithout(name, newest, t) {
   return missed;
 }
 
+// Returns the texts about an island's code and hardware.
+function machineOf(name, t) {
+  const note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+  return [note?.[2].replace(/^started[^:]*: config \S+, /, "").replace(/, restart \d+$/, ""), run.machines[name]].filter(Boolean);
+}
+
+// What is equal on all islands is said once, above them.
+const isShared = (text) => names().length > 1 && names().every((name) => machineOf(name, last).includes(text));
+const sharedMachine = () => machineOf(names()[0] ?? "", last).filter(isShared).map((text) => `, all on ${text.replace(/^.*, on /, "")}`).join("");
+
 function drawCards(t) {
   byId("cards").replaceChildren(...names().map((name, i) => {
     const rows = run.islands[name], card = make("article"), [state, isBad, why] = stateOf(name, t), list = make("dl");
@@ -76,11 +86,11 @@ function drawCards(t) {
     for (const [key, value] of facts) list.append(make("dt", key), make("dd", value));
     card.append(title, list);
     if (why) card.append(make("p", why, "bad"));
-    const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+    const event = until(rows.events, t);
     const progress = progressOf(event);
     if (progress) card.append(progress);
     if (event) card.append(make("p", `${event[1]}${event[2] ? ": " + event[2] : ""}`));
-    const machine = [note?.[2].replace(/^started[^:]*: config \S+ /, ""), run.machines[name]].filter(Boolean).join(", ");
+    const machine = machineOf(name, t).filter((text) => !isShared(text)).join(", ");
     if (machine) card.append(make("p", machine));
     return card;
   }));
@@ -93,19 +103,9 @@ function tokensAt(evals, time) {
   return Math.max(0, a[1] + (b[0] > a[0] ? (time - a[0]) / (b[0] - a[0]) : 0) * (b[1] - a[1]));
 }
 
-function drawLosses(t) {
-  const list = names(), held = new Map();
-  const lines = (x) => list.map((name, i) => ({ label: name, color: colorOf(i), width: 1,
-    points: run.islands[name].steps.slice(0, countUntil(run.islands[name].steps, t)).filter((r) => r[3] !== null).map((r) => [x(r), r[3]]).filter((p) => p[0] !== null) }));
-  for (const name of list) for (const r of run.islands[name].evals) if (r[0] <= t && r[2] !== null && !held.has(r[1])) held.set(r[1], r);
-  const evals = [...held.values()].sort((a, b) => a[0] - b[0]);
-  const thick = (x) => ({ label: "held-out", color: css("--ink"), width: 3, points: evals.map((r) => [x(r), r[2]]) });
-  const loss = (v) => v.toFixed(2);
-  const tokens = [...lines((r) => tokensAt(evals, r[0])), ...baselineLines(true), thick((r) => r[1])];
-  drawChart("loss-tokens", tokens, (v) => human(v), loss);
-  drawChart("loss-time", [...lines((r) => r[0] - first), ...baselineLines(false), thick((r) => r[0] - first)], duration, loss);
-  drawChart("bytes", list.map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
-    points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).map((r) => [r[0] - first, r[6]]) })), duration, (v) => human(v, "B"));
+function drawBytes(t) {
+  drawChart("bytes", names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
+    points: withGaps(name, run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).map((r) => [r[0] - first, r[6]]), t) })), duration, (v) => human(v, "B"));
 }
 
 function findAttempts(t) {
@@ -128,6 +128,7 @@ function lastToCome(attempt) {
 }
 
 function drawRounds(attempts) {
+  byId("rounds").closest("table").classList.toggle("no-attempts", attempts.every((a) => !a.rows[0][1][2]));
   byId("rounds").replaceChildren(...attempts.slice(0, 60).map((attempt) => {
     const row = make("tr"), r = attempt.rows[0][1], digests = new Set(attempt.rows.filter((a) => a[1][3]).map((a) => a[1][10]));
     const cause = attempt.rows.map((a) => a[1][11]).find(Boolean) ?? "", isCommitted = digests.size > 0, who = run.groups[r[9]];
@@ -154,7 +155,7 @@ function drawHappened(t) {
   const which = byId("which").value, shown = rows.filter((r) => r[0] <= t && (which === "all" || r[3])).sort((a, b) => b[0] - a[0]).slice(0, 200);
   byId("happened").replaceChildren(...shown.map((r) => {
     const row = make("tr");
-    row.append(make("td", duration(r[0] - first)), make("td", r[1]), make("td", r[2], r[3] ? "bad" : ""));
+    row.append(make("td", duration(r[0] - first)), make("td", r[1]), make("td", r[2], r[3] ? "bad" : STARTED.includes(r[2].split(":")[0]) ? "good" : ""));
     return row;
   }));
 }
@@ -163,7 +164,7 @@ function drawSources(t) {
   const total = new Map();
   for (const rows of Object.values(run.islands)) for (const [name, tokens] of Object.entries(until(rows.sources, t)?.[1] ?? {})) total.set(name, (total.get(name) ?? 0) + tokens);
   const sum = [...total.values()].reduce((a, b) => a + b, 0), table = make("table");
-  if (!sum) { byId("sources").replaceChildren(make("p", "The text is of one source.", "empty")); return; }
+  byId("sources").parentElement.hidden = !sum;
   for (const [name, tokens] of [...total].sort((a, b) => b[1] - a[1])) {
     const row = make("tr"), share = Object.assign(make("meter"), { max: sum, value: tokens }), cell = make("td");
     cell.append(share);
@@ -178,7 +179,7 @@ function draw() {
   // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run.
   const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
   const attempts = findAttempts(t);
-  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawRanks(t); drawPrediction(t); drawControl();
+  drawOverview(t); drawCards(t); drawLosses(t); drawBytes(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawTraffic(t); drawRanks(t); drawPrediction(t); if (typeof drawControl === "function") drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);
   // Attempts are ordered by their ends, the newest first.
   const begin = shown && attempts.length > shown ? attempts[shown].time : first;
@@ -187,6 +188,7 @@ function draw() {
   byId("live").setAttribute("aria-pressed", String(chosen === null));
   if (chosen === null) byId("scrubber").value = 1000;
   byId("link").textContent = !isConnected ? "no connection" : now - last < 600 ? "live" : `last record ${new Date(last * 1000).toLocaleString()}`;
+  if (byId("saved-run")) byId("link").textContent = "saved page";
 }
 
 let isDue = false;
@@ -196,7 +198,7 @@ function drawSoon() {
   requestAnimationFrame(() => { isDue = false; draw(); });
 }
 
-const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [], pace: [], experts: [] });
+const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [], pace: [], experts: [], pauses: [], traffic: [] });
 
 function take(more) {
   const add = (known, rows) => { for (const kind in rows) known[kind].push(...rows[kind]); };
@@ -205,33 +207,53 @@ function take(more) {
   run.groups.push(...more.groups);
   run.faults.push(...more.faults);
   run.notes.push(...more.notes);
+  run.incidents.push(...more.incidents);
+  if (more.overview) run.overview = more.overview;
+}
+
+function takeSnapshot(snapshot) {
+  run = snapshot;
+  isConnected = true;
+  byId("name").textContent = run.name;
+  document.title = `${run.name} · diloco watch`;
+  byId("facts").textContent = `${Object.keys(run.islands).length} islands` + (run.num_params ? `, ${human(run.num_params)} parameters` : "") + sharedMachine();
+  findSpan();
+  noteVisit();
+  listOverlays();
+  if (findAttempts(last).length > 60) byId("window").value = "20";
+  drawSoon();
+}
+
+// Follows the run on the server. A page that was saved as a file has its data within it.
+function follow() {
+  const saved = byId("saved-run");
+  if (saved) {
+    const data = JSON.parse(saved.textContent);
+    predicted = data.predicted;
+    takeSnapshot(data.snapshot);
+    return;
+  }
+  const source = new EventSource("events");
+  source.addEventListener("snapshot", (event) => takeSnapshot(JSON.parse(event.data)));
+  source.addEventListener("predicted", (event) => { predicted = JSON.parse(event.data); drawSoon(); });
+  source.addEventListener("more", (event) => { take(JSON.parse(event.data)); findSpan(); drawSoon(); });
+  source.addEventListener("error", () => { isConnected = false; drawSoon(); });
 }
 
 function begin() {
   legendOf("legend", ACTIVITIES);
   legendOf("rank-legend", RANK_TIMES);
-  byId("legend").append(make("span", "× fault"));
-  const source = new EventSource("events");
-  source.addEventListener("snapshot", (event) => {
-    run = JSON.parse(event.data);
-    isConnected = true;
-    byId("name").textContent = run.name;
-    document.title = `${run.name} · diloco watch`;
-    byId("facts").textContent = `${Object.keys(run.islands).length} islands` + (run.num_params ? `, ${human(run.num_params)} parameters` : "");
-    findSpan();
-    if (findAttempts(last).length > 60) byId("window").value = "20";
-    drawSoon();
-  });
-  source.addEventListener("predicted", (event) => { predicted = JSON.parse(event.data); drawSoon(); });
-  source.addEventListener("more", (event) => { take(JSON.parse(event.data)); findSpan(); drawSoon(); });
-  source.addEventListener("error", () => { isConnected = false; drawSoon(); });
+  byId("legend").append(make("span", "× fault"), make("span", "▲ joined", "good"), make("span", "┆ away", "bad"));
+  addSaveButtons();
+  follow();
   byId("scrubber").addEventListener("input", (event) => {
     const share = event.target.value / 1000;
     chosen = share >= 1 ? null : first + share * (last - first);
     drawSoon();
   });
   byId("live").addEventListener("click", () => { chosen = null; drawSoon(); });
-  for (const id of ["window", "which"]) byId(id).addEventListener("change", drawSoon);
+  byId("overlay").addEventListener("change", takeOther);
+  for (const id of ["window", "which", "since", "loss-x", "loss-y", "loss-smooth"]) byId(id).addEventListener("change", drawSoon);
   addEventListener("resize", drawSoon);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
   setInterval(() => { if (chosen === null && run && Date.now() / 1000 - last < 600) drawSoon(); }, 2000);

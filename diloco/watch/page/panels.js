@@ -1,12 +1,13 @@
 // Panels of norms, cosines, noise and ranks, and of the baseline. A row's fields are described in diloco/watch/view/history.py.
 "use strict";
-const TROUBLE = ["hung", "failed", "lost", "alone", "minority", "refused", "not saved", "dropped", "waiting"];
-const RANK_TIMES = { "reading text": "#CC79A7", computing: "#56B4E9", "no processor": "#E69F00", waiting: "#C9CCD3" };
+const TROUBLE = ["died", "hung", "failed", "lost", "alone", "minority", "refused", "not saved", "dropped", "waiting"];
+const RANK_TIMES = { "reading text": "#CC79A7", computing: "#56B4E9", "no processor": "#E69F00", "process stopped": "#D55E00", waiting: "#C9CCD3" };
 
 // Returns one line per island with one field of its committed rounds.
 function roundLines(t, field, width = 1.5) {
   return names().map((name, i) => ({ label: name, color: colorOf(i), width,
-    points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).filter((r) => r[3] && r[field] !== null).map((r) => [r[0] - first, r[field]]) }));
+    points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).filter((r) => r[3] && r[field] !== null).map((r) => [r[0] - first, r[field]]) }))
+    .map((line) => ({ ...line, points: withGaps(line.label, line.points, t) }));
 }
 
 // The mean's norm is the same on every island that took part.
@@ -46,6 +47,23 @@ function drawExperts(t) {
   byId("layers").replaceChildren(table);
 }
 
+// Shows what rank 0 of each island sent to other ranks in one inner step, beside the plan and the bytes between islands.
+function drawTraffic(t) {
+  const table = make("table"), head = make("tr");
+  for (const title of ["", "axis", "measured", "planned", "so far"]) head.append(make("th", title));
+  table.append(head);
+  for (const name of names()) {
+    const r = until(run.islands[name].traffic, t), step = until(run.islands[name].steps, t), sent = until(run.islands[name].rounds, t)?.[6] ?? 0;
+    if (!r || !step) continue;
+    const steps = step[1] - run.islands[name].steps[0][1] + 1;
+    const add = (...cells) => { const row = make("tr"); row.append(...cells.map((cell) => make("td", cell))); table.append(row); };
+    for (const [axis, bytes] of Object.entries(r[2]).sort()) add(name, axis, human(bytes, "B"), human(r[3][axis], "B"), human(bytes * steps, "B"));
+    add(name, "to other islands", human(sent / steps, "B"), "", human(sent, "B"));
+  }
+  byId("traffic").parentElement.hidden = table.rows.length < 2;
+  byId("traffic").replaceChildren(table);
+}
+
 // Returns the losses of data-parallel training on the same tokens. Its times are relative to its own beginning.
 function baselineLines(isTokens) {
   const rows = run.baseline;
@@ -55,7 +73,8 @@ function baselineLines(isTokens) {
   return [{ label: "data-parallel", color: css("--grey"), width: 2, dash: [6, 4], points }];
 }
 
-const waitOf = (row) => row[1] - row[2] - row[3] - row[4];
+const stoppedOf = (row) => row[6] ?? 0;
+const waitOf = (row) => row[1] - row[2] - row[3] - row[4] - stoppedOf(row);
 
 // The other ranks wait for the rank that itself waits least, waits between steps included.
 function drawRanks(t) {
@@ -66,7 +85,7 @@ function drawRanks(t) {
     const least = ranks.reduce((a, b) => (waitOf(b) - b[5] < waitOf(a) - a[5] ? b : a)), most = Math.max(...ranks.map((r) => waitOf(r) - r[5]));
     const behind = most - (waitOf(least) - least[5]), isSlow = behind > 0.1 * least[1] && behind > 0.05;
     for (const r of ranks) {
-      const row = make("tr"), bar = make("td", "", "bar"), parts = [r[2], r[3], r[4], Math.max(0, waitOf(r))], total = Math.max(r[1], 1e-9);
+      const row = make("tr"), bar = make("td", "", "bar"), parts = [r[2], r[3], r[4], stoppedOf(r), Math.max(0, waitOf(r))], total = Math.max(parts.reduce((a, b) => a + b, 0), 1e-9);
       Object.values(RANK_TIMES).forEach((color, i) => {
         const piece = make("i");
         piece.style.background = color;
@@ -76,7 +95,7 @@ function drawRanks(t) {
       bar.title = Object.keys(RANK_TIMES).map((key, i) => `${key} ${duration(parts[i])}`).join(", ");
       const held = isSlow && r === least;
       row.append(make("td", r === ranks[0] ? `${name}, round ${round}` : ""), make("td", `rank ${r[0]}`), make("td", duration(r[1])), bar,
-        make("td", held ? `the others waited ${duration(behind)} for it` : "", held ? "bad" : ""));
+        make("td", held ? `the others waited ${duration(behind)} for it${stoppedOf(r) > 0.5 ? ": its process was stopped" : ""}` : "", held ? "bad" : ""));
       table.append(row);
     }
   }
@@ -96,7 +115,7 @@ function legendOf(id, colors) {
 function notesOf(attempt) {
   const most = (field) => Math.max(...attempt.rows.map((a) => a[1][field])), gated = new Map();
   for (const [, r] of attempt.rows) for (const [name, n] of Object.entries(r[18])) gated.set(name, (gated.get(name) ?? 0) + n);
-  return [most(16) ? `signed by ${most(16)}` : "", most(17) ? `${most(17)} parts audited` : "",
+  return [most(16) && most(16) < run.groups[attempt.rows[0][1][9]].length ? `signed by ${most(16)} only` : "", most(17) ? `${most(17)} parts audited` : "",
     ...[...gated].map(([name, n]) => `${n} parts of ${name} left out`)].filter(Boolean).join(", ");
 }
 

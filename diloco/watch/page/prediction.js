@@ -39,6 +39,14 @@ function predictionRows(t) {
   ];
 }
 
+// Returns a sentence about what took the time that the prediction gives to inner steps, if more than a tenth is missing.
+function difference() {
+  const shares = run.overview?.headline.shares ?? {}, missing = predicted.utilisation - (shares.computing ?? predicted.utilisation);
+  if (missing <= 0.1) return [];
+  const told = Object.entries(shares).filter(([name, share]) => name !== "computing" && share >= 0.01).sort((a, b) => b[1] - a[1]);
+  return [make("p", `Over the whole run ${percent(shares.computing)} of the time was in inner steps, ${percent(predicted.utilisation)} are predicted. The rest: ${told.map(([name, share]) => `${name} ${percent(share)}`).join(", ")}. The prediction knows of no evaluations, saves, absences and set-up.`)];
+}
+
 function drawPrediction(t) {
   const lines = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
     points: run.islands[name].pace.slice(0, countUntil(run.islands[name].pace, t)).filter((r) => r[4] !== null).map((r) => [r[0] - first, r[4]]) }));
@@ -51,5 +59,5 @@ function drawPrediction(t) {
   const table = make("table"), head = make("tr");
   for (const title of ["", "predicted", "measured"]) head.append(make("th", title));
   table.append(head, ...predictionRows(t).map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => make("td", cell))); return row; }));
-  place.replaceChildren(table, make("p", `Assumed: ${predicted.assumed.join("; ")}.`));
+  place.replaceChildren(table, ...difference(), make("p", `Assumed: ${predicted.assumed.join("; ")}.`));
 }

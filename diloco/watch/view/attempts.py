@@ -7,6 +7,7 @@ from diloco.formatting import human_seconds
 from diloco.watch.view.history import IslandHistory, Row
 from diloco.watch.view.run_view import RunView
 
+STOPPED = "with its process stopped"
 LATE_SECONDS = 0.05
 SLOW_SHARE = 0.1
 """A wait shorter than this time, or than this share of the steps' time, names no straggler."""
@@ -85,8 +86,11 @@ def find_stragglers(islands: Mapping[str, IslandHistory]) -> Iterator[str]:
         least = ranks[0]
         behind = waited(ranks[-1]) - waited(ranks[0])
         if behind > max(LATE_SECONDS, SLOW_SHARE * least[1]):
-            did = zip(("reading text", "computing", "without a processor", "between steps"), least[2:], strict=True)
-            told = ", ".join(f"{human_seconds(seconds)} {what}" for what, seconds in did)
+            # Older records do not have the last one.
+            did = zip(
+                ("reading text", "computing", "without a processor", "between steps", STOPPED), least[2:], strict=False
+            )
+            told = ", ".join(f"{human_seconds(seconds)} {what}" for what, seconds in did if seconds or what != STOPPED)
             yield f"{name}: the others waited {human_seconds(behind)} for rank {least[0]:.0f} ({told})"
 
 

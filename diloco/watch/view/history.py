@@ -10,20 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from diloco.formatting import one_line
+from diloco.overview.account import IslandAccount
 from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.growing_file import GrowingFile
-from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.metrics import EvalRecord, EventRecord, PauseRecord, Record, RoundRecord, StepRecord, TrafficRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
-from diloco.watch.view.pace import RecordedPace
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
-KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace", "experts")
+KINDS = (
+    "steps",
+    "work",
+    "rounds",
+    "evals",
+    "events",
+    "sources",
+    "presence",
+    "ranks",
+    "pace",
+    "experts",
+    "pauses",
+    "traffic",
+)
 MAX_POINTS = 2000
 """Most rows of a kind that a page first gets per island. With many islands it gets fewer."""
 MAX_ROWS = 16_000
 """Most rows of a kind that a page first gets of all islands together."""
-RANK_FIELDS = 6
+RANK_FIELDS = (6, 7)
 TAIL_ROWS = 200
 """Number of the newest rounds and inner steps that a page always gets."""
 MAX_TEXT = 400
@@ -65,18 +78,18 @@ class IslandHistory:
     ranks    time, round, and for each rank what RoundRecord.ranks has
     pace     time, seconds per round, share of them in inner steps, bytes sent per round, bits per second in the reduce:
              of the last committed rounds
+    pauses   begin, end, what the island did instead of training: evaluating or saving
+    traffic  time, inner step, bytes that rank 0 sent inside the island in this step by axis, and the planned ones
     presence time, whether the island answers a watcher over the network (0 or 1), why it does not
     """
 
     folder: Path
     groups: Groups
-    latest: LatestRecords = field(init=False)
+    account: IslandAccount
     rows: Rows = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
     def __post_init__(self) -> None:
-        self.latest = LatestRecords(self.folder.name)
         self._tail = Tail(self.folder / METRICS)
-        self._pace = RecordedPace()
         self._presence = LinesTail(self.folder / PRESENCE)
 
     def read(self) -> None:
@@ -87,8 +100,7 @@ class IslandHistory:
             records = []
         for record in records:
             if 0 <= record.time < MAX_TIME:
-                self.latest.write(record)
-                self._add(record)
+                self._add(record, self.account.write(record))
         self.rows["presence"] += [row for line in self._presence.new_lines() if (row := parse_presence(line))]
 
     @property
@@ -96,18 +108,27 @@ class IslandHistory:
         """Return the number of rows of each kind."""
         return {kind: len(rows) for kind, rows in self.rows.items()}
 
-    def _add(self, record: Record) -> None:
+    @property
+    def latest(self) -> LatestRecords:
+        """The figures after the records read so far."""
+        return self.account.latest
+
+    def _add(self, record: Record, pace: list[float | None] | None) -> None:
         match record:
             case StepRecord():
                 self._add_step(record)
             case RoundRecord():
-                self._add_round(record)
+                self._add_round(record, pace)
             case EvalRecord():
                 self.rows["evals"].append([record.time, record.tokens, finite(record.loss)])
+                self.rows["pauses"].append([record.time - (finite(record.seconds) or 0.0), record.time, "evaluating"])
             case EventRecord():
                 text = one_line(record.text)[:MAX_TEXT]
                 self.rows["events"].append([record.time, record.name[:64], text, int(record.name in ENDS)])
-                self._pace.add_event(record)
+            case TrafficRecord():
+                self.rows["traffic"].append([record.time, record.step, record.sent, record.planned])
+            case PauseRecord():
+                self.rows["pauses"].append([record.time - (finite(record.seconds) or 0.0), record.time, record.name])
 
     def _add_step(self, record: StepRecord) -> None:
         tokens = self.latest.figures.tokens
@@ -119,7 +140,7 @@ class IslandHistory:
         if record.expert_loads:
             self.rows["experts"].append([record.time, {k: finite(load) for k, load in record.expert_loads.items()}])
 
-    def _add_round(self, record: RoundRecord) -> None:
+    def _add_round(self, record: RoundRecord, pace: list[float | None] | None) -> None:
         figures = self.latest.figures
         counts = [figures.bytes_sent, figures.committed, figures.aborted]
         seconds = [finite(record.wait_seconds) or 0.0, finite(record.reduce_seconds) or 0.0]
@@ -133,9 +154,9 @@ class IslandHistory:
         norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
         checked = [record.signers, record.audited, record.gated]
         self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked, figures.round])
-        if record.committed and (pace := self._pace.add_commit(figures)) is not None:
+        if pace is not None:
             self.rows["pace"].append(pace)
-        if ranks := [row for row in record.ranks if len(row) == RANK_FIELDS and all(map(math.isfinite, row))]:
+        if ranks := [row for row in record.ranks if len(row) in RANK_FIELDS and all(map(math.isfinite, row))]:
             self.rows["ranks"].append([record.time, record.round, ranks])
 
     def thinned(self, counts: dict[str, int], most: int) -> Rows:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -10,10 +11,12 @@ from typing import Any
 
 from diloco.formatting import one_line
 from diloco.network_emulation.links import AccessLink
+from diloco.overview.account import RunAccount
+from diloco.overview.overview import page_values
 from diloco.records.environment import read_environment
 from diloco.records.faults import LOG, parse_fault_record
 from diloco.records.figures import RunFigures, combine
-from diloco.records.kept_config import read_plan
+from diloco.records.kept_config import RunPlan, read_plan
 from diloco.records.logbook import LOGBOOK
 from diloco.records.run_folder import BASELINE, find_island_folders, island_folders
 from diloco.watch.view.history import (
@@ -28,6 +31,8 @@ from diloco.watch.view.history import (
     Rows,
 )
 
+PLAN_SECONDS = 10.0
+"""How often the run's config and facts are read again."""
 ENTRY = re.compile(r"- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z \*\*(.{1,64}?)\*\* (.*)")
 
 
@@ -40,6 +45,7 @@ class SentRows:
     groups: int = 0
     faults: int = 0
     notes: int = 0
+    incidents: int = 0
 
 
 class RunView:
@@ -52,11 +58,17 @@ class RunView:
         find_island_folders(run_dir)
         self.run_dir = run_dir
         self.link = link
+        self.since = 0.0
+        """Unix time since which text and JSON tell incidents. A page lets its reader choose."""
         self.islands: dict[str, IslandHistory] = {}
-        self.baseline = IslandHistory(run_dir / BASELINE, Groups())
+        self.account = RunAccount()
+        """The records read so far, added up: the first lines of the page, `status`, and the report."""
+        self.baseline = IslandHistory(run_dir / BASELINE, Groups(), RunAccount().island(BASELINE))
         """Data-parallel training on the same tokens; without rows if there was none."""
         self.groups = Groups()
         self._lock = threading.Lock()
+        self._plan: RunPlan | None = None
+        self._planned_at = -PLAN_SECONDS
         self._faults = LinesTail(run_dir / LOG)
         self._logbook = LinesTail(run_dir / LOGBOOK)
         self.faults: list[Row] = []
@@ -68,18 +80,35 @@ class RunView:
         """Read what is new. Return the position after all rows read so far."""
         with self._lock:
             for folder in island_folders(self.run_dir):
-                self.islands.setdefault(folder.name, IslandHistory(folder, self.groups))
+                if folder.name not in self.islands:
+                    account = self.account.island(folder.name)
+                    self.islands[folder.name] = IslandHistory(folder, self.groups, account)
             for island in (self.baseline, *self.islands.values()):
                 island.read()
             self.faults += [row for line in self._faults.new_lines() if (row := parse_fault(line))]
             self.notes += [row for line in self._logbook.new_lines() if (row := parse_entry(line))]
             counts = {name: island.counts for name, island in self.islands.items()}
-            return SentRows(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
+            return SentRows(
+                counts,
+                self.baseline.counts,
+                len(self.groups.names),
+                len(self.faults),
+                len(self.notes),
+                len(self.account.incidents),
+            )
 
     @property
     def figures(self) -> RunFigures:
         """The figures of the run after the records read so far."""
         return combine([island.latest for island in self.islands.values()])
+
+    @property
+    def plan(self) -> RunPlan:
+        """What config.yaml and run.json tell of the whole run, read every PLAN_SECONDS."""
+        if self._plan is None or time.monotonic() - self._planned_at > PLAN_SECONDS:
+            self._plan = read_plan(self.run_dir)
+            self._planned_at = time.monotonic()
+        return self._plan
 
     def between(self, sent: SentRows, now: SentRows) -> dict[str, Any]:
         """Return the rows between two positions, in the form that a page takes. Islands without
@@ -94,6 +123,8 @@ class RunView:
         return {
             "islands": islands,
             "figures": asdict(self.figures) if islands else None,
+            "overview": page_values(self.account, self.plan) if islands else None,
+            "incidents": [each.to_row() for each in self.account.incidents[sent.incidents : now.incidents]],
             "baseline": baseline if any(baseline.values()) else None,
             "groups": self.groups.names[sent.groups : now.groups],
             "faults": self.faults[sent.faults : now.faults],
@@ -103,13 +134,15 @@ class RunView:
     def snapshot(self, now: SentRows) -> dict[str, Any]:
         """Return all rows up to the position, thinned, in the form that a page takes."""
         most = max(100, min(MAX_POINTS, MAX_ROWS // max(len(now.islands), 1)))
-        plan = read_plan(self.run_dir)
+        plan = self.plan
         return {
             "name": plan.name,
             "total_steps": plan.num_steps,
             "num_rounds": plan.num_rounds,
             "num_params": plan.facts.num_params if plan.facts else None,
             "figures": asdict(self.figures),
+            "overview": page_values(self.account, plan),
+            "incidents": [each.to_row() for each in self.account.incidents[: now.incidents][-MAX_POINTS:]],
             "islands": {name: self.islands[name].thinned(counts, most) for name, counts in now.islands.items()},
             "baseline": self.baseline.thinned(now.baseline, most) if any(now.baseline.values()) else None,
             "groups": self.groups.names[: now.groups],
@@ -150,7 +183,7 @@ def parse_entry(line: str) -> Row | None:
     if (found := ENTRY.fullmatch(line)) is None:
         return None
     try:
-        time = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+        moment = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
     except ValueError:
         return None
-    return [time, found[2], found[3][:MAX_TEXT]]
+    return [moment, found[2], found[3][:MAX_TEXT]]

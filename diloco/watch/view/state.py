@@ -1,6 +1,7 @@
 """The latest state of each island of a run, for `--json`, `--text` and Prometheus."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
@@ -8,13 +9,14 @@ from statistics import median
 from typing import Any
 
 from diloco.formatting import human_seconds
-from diloco.records.kept_config import read_plan
+from diloco.overview.headline import OVER_SECONDS
+from diloco.overview.overview import find_overview
 from diloco.records.metrics import LOST
 from diloco.watch.view.history import IslandHistory
 from diloco.watch.view.run_view import RunView
 
-OVER_SECONDS = 600.0
-"""A run without a record for this time is over: its state at its last record is shown."""
+FAILURES = ("hung", "failed", "died")
+"""Ends that nobody asked for."""
 SILENT_SECONDS = 15.0
 SILENT_STEPS = 5
 """An island is called silent after the larger of a time without a record and a number of its usual
@@ -25,13 +27,19 @@ def state_now(view: RunView) -> dict[str, Any]:
     """Return the run and the latest state of each island, as values for JSON."""
     now = time.time()
     last = max((island.latest.figures.last_record or 0.0 for island in view.islands.values()), default=0.0)
-    at = now if now - last < OVER_SECONDS else last
-    plan = read_plan(view.run_dir)
+    has_ended = any(island.latest.figures.end for island in view.islands.values())
+    at = now if has_ended or now - last < OVER_SECONDS else last
+    plan = view.plan
+    overview = find_overview(view.account, plan, view.since)
     return {
         "name": plan.name,
         "total_steps": plan.num_steps,
         "num_rounds": plan.num_rounds,
         **asdict(view.figures),
+        "headline": overview.headline.to_json(),
+        "since": overview.since,
+        "incidents": overview.lines,
+        "incident_counts": dict(Counter(incident.kind for incident in view.account.incidents)),
         "islands": [describe_island(view, name, at) for name in view.islands],
         "loss_gap": measured_gap(view),
         "faults": len([fault for fault in view.faults if not fault[4]]),
@@ -80,7 +88,7 @@ def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tu
         return ("not started", False) if silence is None else (f"no answer: {silence[2]}", True)
     ago = human_seconds(max(at - newest, 0.0))
     if figures.end:
-        return f"{figures.end} {ago} ago", figures.end in ("hung", "failed")
+        return f"{figures.end} {ago} ago", figures.end in FAILURES
     if silence is not None and silence[0] > newest:
         return f"no answer for {ago}: {silence[2]}", True
     if losers := find_losers(islands, name, newest):

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ pytest.importorskip("fastapi")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from diloco.records.logbook import LOGBOOK
+from diloco.status.command import find_status
+from diloco.watch.saved_page import write_page
 from tests.swarm import swarm as islands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -38,8 +41,24 @@ MAKE_KEY = (
     "print(load(pathlib.Path(sys.argv[1])).public)"
 )
 FAULTS = ["kill:1@round=4,back=12", "freeze:2@round=12,seconds=10", "nan:3@round=16", "join:@round=8"]
-PANELS = ["#cards article", "#loss-tokens canvas", "#loss-time canvas", "#gantt", "#bytes canvas", "#sources meter"]
-PANELS += ["#rates canvas", "#predicted td", "#norms canvas", "#cosines canvas", "#ranks td.bar"]
+PANELS = [
+    "#cards article",
+    "#headline .state",
+    "#incidents li",
+    "#loss canvas",
+    "#gantt",
+    "#bytes canvas",
+    "#sources meter",
+]
+PANELS += [
+    "#bytes canvas",
+    "#sources meter",
+    "#rates canvas",
+    "#predicted td",
+    "#norms canvas",
+    "#cosines canvas",
+    "#ranks td.bar",
+]
 TABLES = ["#rounds tr", "#happened tr"]
 ISLANDS = "islands=[{ranks: 1}, {ranks: 1}, {ranks: 1}, {ranks: 2, micro_batch: 4}]"
 
@@ -142,6 +161,64 @@ def test_the_whole_page_shows_the_moment_that_the_keyboard_chooses(browser: Brow
     expect(rounds).to_have_count(0)
     page.get_by_role("button", name="latest").press("Enter")
     expect(rounds).to_have_count(before)
+    page.close()
+
+
+def test_the_first_lines_are_those_of_the_terminal(
+    browser: Browser, url: str, storm: tuple[Path, subprocess.Popen[bytes]]
+) -> None:
+    (seen,) = find_status(str(storm[0]), [], None)
+    assert seen.overview is not None
+    page = open_page(browser, url, [])
+    headline = page.locator("#headline span").all_inner_texts()
+    # The time since the last record goes on.
+    assert [text.strip("· ") for text in headline][:3] == seen.overview.head[0].split(" · ")[:3]
+    page.get_by_label("since when").select_option("0")
+    expect(page.locator("#since-text")).to_contain_text(seen.overview.since.split(": ", 1)[1])
+    first = page.locator("#incidents li b").first
+    expect(first).to_have_text(re.compile("island-. (died|lost)|run aborted"))
+    page.close()
+
+
+@pytest.mark.parametrize(("which", "look"), [("time", "log"), ("bytes", "linear"), ("tokens", "zoom")])
+def test_losses_are_drawn_against_what_the_reader_chooses(browser: Browser, url: str, which: str, look: str) -> None:
+    errors: list[str] = []
+    page = open_page(browser, url, errors)
+    page.get_by_label("x axis").select_option(which)
+    page.get_by_label("y axis").select_option(look)
+    page.get_by_label("smoothing").select_option("9")
+    expect(page.locator("#loss canvas")).to_be_visible()
+    page.close()
+    assert errors == []
+
+
+def test_a_plot_is_saved_as_numbers_with_gaps_where_an_island_was_away(browser: Browser, url: str) -> None:
+    page = open_page(browser, url, [])
+    page.get_by_label("x axis").select_option("time")
+    section = page.locator("section", has=page.locator("#bytes"))
+    with page.expect_download() as download:
+        section.get_by_role("button", name="CSV").click()
+    rows = [line.split(",") for line in download.value.path().read_text().splitlines()]
+    assert rows[0][:2] == ['"x"', '"island-0"'] and len(rows) > 20
+    with page.expect_download() as download:
+        section.get_by_role("button", name="PNG").click()
+    assert download.value.path().read_bytes().startswith(b"\x89PNG")
+    page.close()
+
+
+def test_the_page_as_one_file_opens_without_a_server(
+    browser: Browser, storm: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    write_page(storm[0], tmp_path / "storm.html")
+    errors: list[str] = []
+    requests: list[str] = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto((tmp_path / "storm.html").as_uri())
+    for place in PANELS + TABLES:
+        expect(page.locator(place).first).to_be_visible()
+    assert errors == [] and [each for each in requests if not each.startswith(("file:", "data:"))] == []
     page.close()
 
 

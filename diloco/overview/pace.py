@@ -19,11 +19,14 @@ class RecordedPace:
 
     def __init__(self) -> None:
         self._commits: deque[IslandFigures] = deque(maxlen=WINDOW + 1)
+        self.now: list[float | None] | None = None
+        """The last row; None before the second commit since a start."""
 
     def add_event(self, record: EventRecord) -> None:
         """Start again if the event says that the island ended or started."""
         if record.name in (*ENDS, *STARTS):
             self._commits.clear()
+            self.now = None
 
     def add_commit(self, figures: IslandFigures) -> list[float | None] | None:
         """Return the pace after a commit, as a row of IslandHistory; None after the first commit.
@@ -34,6 +37,7 @@ class RecordedPace:
         if self._commits and figures.round <= self._commits[-1].round:
             self._commits.clear()  # The island has taken another history of the run.
         self._commits.append(figures)
+        self.now = row_between(self._commits[0], figures) or self.now
         return row_between(self._commits[0], figures)
 
 
