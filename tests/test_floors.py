@@ -89,6 +89,7 @@ LARGER = {
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
     "inner/trainer.py": "the inner step and what it is made of, with every call in its order",
+    "diloco/own_loop/islands.py": "everything that a loop of one's own may call, in the order in which it does",
     "outer/loop.py": "the outer loop, with every call that an island makes, in their order",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
 }
