@@ -72,6 +72,11 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if isinstance(config, Mapping):
         where = "the config"
         parsed = parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
+    elif not isinstance(config, str | Path):
+        raise ConfigError(
+            f"Islands: the config is a {type(config).__name__}; allowed: a YAML file's path, or a dict with the same "
+            'content. The order is Islands(config, model, optimizer), as in Islands("run.yaml", model, optimizer)'
+        )
     else:
         where = str(config)
         parsed = load_config(config, overrides)

@@ -45,6 +45,11 @@ def test_a_config_that_a_loop_of_ones_own_does_not_follow_is_refused(values: dic
         read_config(values, ())
 
 
+def test_a_model_in_the_place_of_the_config_is_refused_with_the_order_of_the_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"is a Linear; allowed: .* Islands\(config, model, optimizer\)"):
+        diloco.Islands(nn.Linear(2, 2), "run.yaml")  # type: ignore[arg-type]
+
+
 def test_overrides_change_the_config() -> None:
     read = read_config(ALONE, ["island.index=3", "outer.inner_steps=7", "optimizer.tokens_per_step=100"])
     assert (read.island.label, read.run.outer.inner_steps, read.tokens_per_step) == ("island-3", 7, 100)
