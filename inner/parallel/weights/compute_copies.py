@@ -91,13 +91,16 @@ class ComputeCopies:
 
 def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype, sums: ReplicaSums | None) -> _Pair:
     add = partial(_add_gradient, master) if sums is None else partial(sums.add, master)
-    copy = nn.Parameter(_values_like(master, dtype))
+    values = torch.empty_like(master, dtype=dtype) if sums is None else _values_like(master, dtype)
+    copy = nn.Parameter(values)
     copy.register_post_accumulate_grad_hook(partial(_take_gradient, add))
     return _Pair(module, name, master, copy, add)
 
 
 def _values_like(master: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Return the memory of a copy of `master`, which is the master's own if it has the same dtype."""
+    """Return the memory of a copy of a replica's `master`, which is the master's own if it has the same
+    dtype. Replicas compute with plain tensors, or with DTensors of tp.
+    """
     values = local_tensor(master)
     if dtype != values.dtype:
         values = torch.empty_like(values, dtype=dtype)

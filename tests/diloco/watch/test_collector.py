@@ -93,8 +93,9 @@ def test_the_ranks_of_an_island_record_where_their_time_went(tmp_path: Path) -> 
         island.finish()
         for record in island.committed().values():
             assert [row[0] for row in record["ranks"]] == [0.0, 1.0]
-            for _, seconds, data, computing, ready, between in record["ranks"]:
+            for _, seconds, data, computing, ready, between, stopped in record["ranks"]:
                 assert 0 <= data <= seconds and 0 < computing <= seconds and 0 <= ready <= seconds and between >= 0
+                assert stopped >= 0
     view = RunView(island.folder.parent)
     view.read()
     assert [row[1] for row in view.islands["island-0"].rows["ranks"]] == [0, 1]

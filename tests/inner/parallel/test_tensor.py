@@ -54,12 +54,14 @@ def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int
     tokens = trainer._cutter(batch(0).clamp(min=0)).tokens_BS
     blocks = list(trainer.model_parts[0].blocks())
     # The first forward also creates things that are made only once.
-    trainer.model_parts[0](tokens, targets_BS=tokens)
+    with trainer._copies:
+        trainer.model_parts[0](tokens, targets_BS=tokens)
     # Measured over the blocks alone, without embedding and loss.
     hooks: Any = saved_tensors_hooks(kept.pack, lambda tensor: tensor)
     blocks[0].register_forward_pre_hook(lambda *_: hooks.__enter__())
     blocks[-1].register_forward_hook(lambda *_: hooks.__exit__())
-    trainer.model_parts[0](tokens, targets_BS=tokens)
+    with trainer._copies:
+        trainer.model_parts[0](tokens, targets_BS=tokens)
     return kept.num_bytes
 
 

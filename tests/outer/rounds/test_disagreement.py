@@ -1,6 +1,8 @@
 """Whole islands, of which one computes wrongly or all send nan: the honest ones go on, or all stop and say why."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +88,16 @@ def test_one_of_three_that_computes_wrongly_is_named_and_left_out_and_takes_the_
 
 
 def test_one_of_three_that_always_computes_wrongly_holds_up_nobody() -> None:
-    scripts = dict.fromkeys("abc", lambda island: (reports_of(island, 6), island.outer.digest))
+    scripts: dict[str, Callable[[Island], Any]] = dict.fromkeys(
+        "ab", lambda island: (reports_of(island, 6), island.outer.digest)
+    )
+
+    def until_it_gives_up(island: Island) -> None:
+        # After three wrong means in a row it ends, if it took part in so many attempts.
+        with suppress(OuterError):
+            reports_of(island, 6)
+
+    scripts["c"] = until_it_gives_up
     found = run_islands(scripts, config(3), faults={"c": wrong_means(lambda number: True)})
     assert found["a"][1] == found["b"][1]
     assert all(report.participants == ["a", "b"] for report in found["a"][0] if report.is_committed)
