@@ -168,6 +168,7 @@ class RunAccount:
         self._last_round = -1
         self._outcomes: dict[Attempt, bool] = {}
         self._told: set[tuple[object, ...]] = set()
+        self._disagreeing: set[int] = set()
 
     def island(self, name: str) -> IslandAccount:
         """Return the account of an island; a new one if there is none."""
@@ -212,10 +213,17 @@ class RunAccount:
             if known.digest != record.digest:
                 self._disagree(record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})")
 
+    @property
+    def disagreeing_rounds(self) -> list[int]:
+        """The rounds whose participants disagree: they committed different results, or one committed
+        and another aborted. Each side of a partitioned network may commit a round of one number, with
+        other participants; that is no disagreement, and neither are the results of gossip.
+        """
+        return sorted(self._disagreeing)
+
     def _disagree(self, record: RoundRecord, what: str) -> None:
-        key = (DISAGREEMENT, record.round)
-        if key not in self._told:
-            self._told.add(key)
+        if record.round not in self._disagreeing:
+            self._disagreeing.add(record.round)
             cause = f"round {record.round}: {what}"
             self.add_incident(Incident(time=record.time, island="", kind=DISAGREEMENT, cause=cause))
 

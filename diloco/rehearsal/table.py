@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from diloco.formatting import UNKNOWN, align, human_duration
+from diloco.overview.overview import account_of
 from diloco.records.faults import FaultRecord
 from diloco.records.metrics import RoundRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
@@ -44,12 +45,18 @@ class Outcome:
 def print_rehearsal(run: RunRecords, console: Console) -> bool:
     """Print the table and the verdict. Return whether everything went as it should."""
     outcomes = find_outcomes(run)
+    disagreeing = account_of(run).disagreeing_rounds
     console.print()
     console.print("\n".join(align(_rows(outcomes))), soft_wrap=True, highlight=False)
     console.print()
     for line in _verdict(run, outcomes):
         console.print(line, soft_wrap=True, highlight=False)
-    return bool(outcomes) and all(outcome.is_good for outcome in outcomes) and _ends_equal(run.islands)
+    if disagreeing:
+        console.print(
+            f"PARTICIPANTS DISAGREE in rounds {', '.join(map(str, disagreeing))}: {run.run_dir}", soft_wrap=True
+        )
+    is_good = all(outcome.is_good for outcome in outcomes)
+    return bool(outcomes) and is_good and not disagreeing and _ends_equal(run.islands)
 
 
 def find_outcomes(run: RunRecords) -> list[Outcome]:

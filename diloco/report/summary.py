@@ -51,7 +51,7 @@ def summarise_records(run: RunRecords) -> Summary:
         "islands_read": len(run.islands),
         "islands_unread": run.unread_islands,
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
-        **training_figures(run.islands),
+        **training_figures(run.islands, account.disagreeing_rounds),
         **data_account(run.islands),
         **describe_islands(account),
         "inner_traffic": {
@@ -76,12 +76,13 @@ def summarise_records(run: RunRecords) -> Summary:
     return summary
 
 
-def training_figures(islands: Sequence[IslandRecords]) -> Summary:
-    """Return the figures that a run and its baseline have in common."""
+def training_figures(islands: Sequence[IslandRecords], disagreeing: Sequence[int] = ()) -> Summary:
+    """Return the figures that a run and its baseline have in common. `disagreeing`: rounds whose
+    participants disagree.
+    """
     latest = [island.latest for island in islands]
     run = combine(latest)
     figures = {each.figures.name: each.figures for each in latest}
-    disagreeing = find_disagreeing_rounds(islands)
     has_own = any(record.is_own for island in islands for record in island.rounds)
     # With gossip each island's own params are evaluated: those evaluated after the most rounds count.
     own = [each for each in figures.values() if has_own and each.heldout_round == run.heldout_round >= 0]
@@ -103,7 +104,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "bytes_sent": {name: each.bytes_sent for name, each in figures.items()},
         "bytes_received": {name: each.bytes_received for name, each in figures.items()},
         "digests_equal": not disagreeing if run.committed and not has_own else None,
-        "rounds_disagreeing": disagreeing,
+        "rounds_disagreeing": list(disagreeing),
         "seconds": wall_seconds(islands),
     }
 
@@ -173,28 +174,6 @@ def mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there is none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def find_disagreeing_rounds(islands: Sequence[IslandRecords]) -> list[int]:
-    """Return the rounds whose participants disagree.
-
-    They committed different results, or one committed and another aborted. Gossip rounds are left
-    out, because each island's result is its own there.
-    """
-    records = [record for island in islands for record in island.rounds if not record.is_own]
-    digests: dict[tuple[int, tuple[str, ...]], set[str]] = {}
-    for record in records:
-        if record.committed:
-            # Each side of a partitioned network may commit a round of this number: their
-            # participants differ.
-            digests.setdefault((record.round, record.participants), set()).add(record.digest)
-    outcomes: dict[tuple[int, int, tuple[str, ...]], set[bool]] = {}
-    for record in records:
-        # Participants are in the key: an island outside a plan may have numbered its own attempt
-        # the same.
-        outcomes.setdefault((record.round, record.attempt, record.participants), set()).add(record.committed)
-    differing = {number for (number, _), found in digests.items() if len(found) > 1}
-    return sorted(differing | {number for (number, _, _), found in outcomes.items() if len(found) > 1})
 
 
 def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:

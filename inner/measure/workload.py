@@ -12,7 +12,7 @@ from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
-from inner.parallel.weights.zero_stage import cut_buckets, has_whole_weights
+from inner.parallel.weights.zero_stage import cut_buckets, has_sparse_experts, has_whole_weights, uses_fsdp
 
 FP32 = 4
 MANAGED_STAGES = 3
@@ -96,7 +96,7 @@ class Workload:
     @property
     def has_sparse_mesh(self) -> bool:
         """Whether the model has experts, and they are spread in another way than other weights."""
-        return self.sizes.experts is not None and self.degrees.has_sparse_mesh
+        return has_sparse_experts(self.degrees, self.sizes)
 
     def num_matrix_pairs(self, has_experts: bool) -> int:
         """Return the number of a layer's pairs of matrices that tensor parallelism divides: those of
@@ -119,7 +119,7 @@ class Workload:
         """Whether blocks free their weights after the forward (ZeRO-3)."""
         return self.parallel.frees_after_forward(self.degrees.pp)
 
-    @property
+    @cached_property
     def has_whole_weights(self) -> bool:
         """Whether several ranks compute with the same weights, and each holds them whole (ZeRO-0)."""
         return has_whole_weights(self.parallel, self.degrees, self.sizes)
@@ -127,9 +127,7 @@ class Workload:
     @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP gathers the weights, or the experts alone, and reduces their gradients."""
-        degrees = self.degrees
-        has_expert_copies = self.has_sparse_mesh and degrees.dp_replicate * degrees.edp > 1
-        return (degrees.num_copies > 1 or has_expert_copies) and not self.has_whole_weights
+        return uses_fsdp(self.parallel, self.degrees, self.sizes)
 
     @property
     def num_shards(self) -> int:

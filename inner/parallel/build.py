@@ -32,7 +32,7 @@ from inner.parallel.tensor import apply_tensor_parallel
 from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.fsdp import apply_block_fsdp, apply_fsdp
 from inner.parallel.weights.replicas import ReplicaSums, replicate
-from inner.parallel.weights.zero_stage import has_sparse_experts, has_whole_weights
+from inner.parallel.weights.zero_stage import has_sparse_experts, has_whole_weights, uses_fsdp
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,8 @@ class Layout:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether several ranks compute with the same weights, or with the same experts, and FSDP
-        gathers them.
-        """
-        if self.has_whole_weights:
-            return False
-        degrees = self.mesh.degrees
-        has_expert_copies = self.has_sparse_mesh and degrees.dp_replicate * degrees.edp > 1
-        return degrees.num_copies > 1 or has_expert_copies
+        """Whether FSDP gathers the weights, or the experts alone."""
+        return uses_fsdp(self.parallel, self.mesh.degrees, self.model)
 
     @cached_property
     def stage_ranks(self) -> list[int]:

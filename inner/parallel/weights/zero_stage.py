@@ -32,6 +32,16 @@ def has_whole_weights(parallel: ParallelConfig, degrees: Degrees, model: ModelSi
     return degrees.cp == 1 or _num_params(model) // (degrees.pp * degrees.tp) <= MOST_WHOLE
 
 
+def uses_fsdp(parallel: ParallelConfig, degrees: Degrees, model: ModelSizes | OwnModel) -> bool:
+    """Return whether several ranks compute with the same weights, or with the same experts, and FSDP
+    gathers them.
+    """
+    if has_whole_weights(parallel, degrees, model):
+        return False
+    has_expert_copies = has_sparse_experts(degrees, model) and degrees.dp_replicate * degrees.edp > 1
+    return degrees.num_copies > 1 or has_expert_copies
+
+
 def has_sparse_experts(degrees: Degrees, model: ModelSizes | OwnModel) -> bool:
     """Return whether the model has experts, and they are spread over the ranks in another way than
     other weights.

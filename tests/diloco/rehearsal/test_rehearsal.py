@@ -18,11 +18,11 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 TWO = "outer: {start_islands: 2, transport: gloo, codec: int4, quorum: 2}"
 
 
-def commit(number: int, at: float, digest: str = "a") -> RoundRecord:
+def commit(number: int, at: float, digest: str = "a", by: tuple[str, ...] = ("island-0", "island-1")) -> RoundRecord:
     return RoundRecord(
         round=number,
         attempt=0,
-        participants=("island-0", "island-1"),
+        participants=by,
         committed=True,
         digest=f"{digest}{number}",
         bytes_sent=1,
@@ -94,9 +94,17 @@ def test_a_bootstrap_process_has_no_rounds_of_its_own() -> None:
 
 
 def test_only_a_cut_lets_islands_commit_apart() -> None:
-    apart = [commit(1, 12.0), commit(2, 20.0)], [commit(1, 12.0, "b"), commit(2, 20.0)]
+    own = [commit(1, 12.0, digest, by=(name,)) for digest, name in (("a", "island-0"), ("b", "island-1"))]
+    apart = [own[0], commit(2, 20.0)], [own[1], commit(2, 20.0)]
     assert print_rehearsal(run_of([fault("cut", 10.0, "island-1")], *apart), Console(record=True))
     assert not print_rehearsal(run_of([fault("kill", 10.0, "island-1")], *apart), Console(record=True))
+
+
+def test_participants_of_one_round_that_disagree_are_a_failure_also_during_a_cut() -> None:
+    rounds = [commit(1, 12.0), commit(2, 20.0)], [commit(1, 12.0, "b"), commit(2, 20.0)]
+    console = Console(record=True, width=200)
+    assert not print_rehearsal(run_of([fault("cut", 10.0, "island-1")], *rounds), console)
+    assert "PARTICIPANTS DISAGREE in rounds 1" in console.export_text()
 
 
 def test_states_that_differ_at_the_end_are_a_failure() -> None:
