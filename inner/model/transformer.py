@@ -169,8 +169,6 @@ class Transformer(nn.Module):
 
         RoPE's frequencies remain those of the longest sequence.
         """
-        if torch.equal(positions_S, self._positions_S):
-            return
         self._positions_S = positions_S
         table_2SE = rope_table(self.sizes, positions_S, self._seq_len)
         self.rope_2SE = table_2SE.to(self.rope_2SE.device)
