@@ -22,7 +22,8 @@ RUN = """
 model: {{preset: {preset}}}
 optimizer: {{tokens_per_step: 4194304}}
 data: {{seq_len: 4096}}
-outer: {{inner_steps: 100, codec: int8, transport: tls, start_islands: 2, optimizer: {{lr: 0.7, momentum: 0.9}}}}
+outer: {{inner_steps: 100, codec: int8, transport: tls, start_islands: 2,
+  optimizer: {{lr: 0.7, momentum: 0.9}}}}
 island: {{ranks: 32, micro_batch: 1, compute_dtype: bfloat16}}
 islands: [{{}}, {{}}]
 """

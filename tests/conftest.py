@@ -31,13 +31,14 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
 
 _LONG = """
-    parity scale integration examples faults hostile foreign test_base_install.py test_message_costs.py test_wheel.py
-    inner/checkpoint inner/parallel inner/measure inner/optim inner/data/streaming inner/data/test_mixture.py
-    inner/data/test_sources.py inner/model/test_init.py inner/test_trainer.py
-    outer/transports outer/network outer/transfer outer/rounds outer/membership outer/codecs/test_machines.py
-    outer/agreement/test_liveness.py outer/agreement/test_state_machine.py
-    diloco/status diloco/simulate diloco/experiments diloco/virtual diloco/watch diloco/watchdog diloco/own_loop
-    diloco/checkpoints diloco/doctor/test_swarm_checks.py diloco/records/test_metrics.py
+    parity scale integration examples faults hostile foreign test_base_install.py
+    test_message_costs.py test_wheel.py inner/checkpoint inner/parallel inner/measure
+    inner/optim inner/data/streaming inner/data/test_mixture.py inner/data/test_sources.py
+    inner/model/test_init.py inner/test_trainer.py outer/transports outer/network outer/transfer
+    outer/rounds outer/membership outer/codecs/test_machines.py outer/agreement/test_liveness.py
+    outer/agreement/test_state_machine.py diloco/status diloco/simulate diloco/experiments
+    diloco/virtual diloco/watch diloco/watchdog diloco/own_loop diloco/checkpoints
+    diloco/doctor/test_swarm_checks.py diloco/records/test_metrics.py
 """
 LONG = [Path(__file__).parent / name for name in _LONG.split()]
 """Tests that start many processes, or train on many meshes: most of the time of the default suite."""

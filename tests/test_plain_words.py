@@ -21,7 +21,8 @@ INDENTED_BLOCK = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+")
 """Indented lines after a blank line. Without the blank line they continue an item of a list."""
 CODE_SPAN = re.compile(r"`[^`]+`")
 LINK_TARGET = re.compile(r"\]\([^)]*\)")
-PER = "step|round|second|element|parameter|token|rank|layer|island|micro-batch|payload|run|machine|participant"
+PER = "step|round|second|element|parameter|token|rank|layer|island|micro-batch|payload|run|machine"
+PER += "|participant"
 COUNTED = "once|twice|times|tokens|bytes|steps|seconds|GB|MB|core-minutes"
 PRIVATE_WORDS = r"\b(dis)?believed?\b|\bdoubt(s|ed)?\b|\bamnesty\b|\bstands? behind\b"
 """The glossary may name these, as identifiers of the code."""

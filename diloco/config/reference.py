@@ -16,9 +16,10 @@ TYPES = {"integer": "whole number", "number": "number", "boolean": "true, false"
 NO_DEFAULT = "must be given"
 PAGE_HEAD = """# All settings
 
-Written by `diloco settings --markdown`. [configuration.md](configuration.md) has the settings that are changed most.
-A key is set in the file or on the command line, as `outer.codec=int8`. The keys before `island` are the same on every
-island of a run. `island` has what each island decides for itself, and `islands` the differences between islands.
+Written by `diloco settings --markdown`. [configuration.md](configuration.md) has the settings that
+are changed most. A key is set in the file or on the command line, as `outer.codec=int8`. The keys
+before `island` are the same on every island of a run. `island` has what each island decides for
+itself, and `islands` the differences between islands.
 """
 
 

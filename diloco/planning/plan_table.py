@@ -224,7 +224,8 @@ def verdict(picture: Picture) -> str:
     last = picture.rungs[-1]
     goal = percent(picture.target)
     if _is_reached(picture):
-        return f"{goal}: {'as configured' if not last.changes else f'set {overrides_of(last.changes)}'}"
+        how = f"set {overrides_of(last.changes)}" if last.changes else "as configured"
+        return f"{goal}: {how}"
     needed = needed_bandwidth(last.case, picture.target)
     if needed is None:
         return (

@@ -1,7 +1,7 @@
 """Predict the compute utilisation of a run from its config: this trainer's rounds over links of a given speed.
 
-    inner steps      | snapshot | round: plan, reduce, vote, outer step | write back |  inner steps ...
-    with a delay     | snapshot | inner steps ........................ rest of it | write back |  inner steps ...
+    inner steps  | snapshot | round: plan, reduce, vote, outer step | write back | inner steps
+    with a delay | snapshot | inner steps .................... rest of it | write back | inner steps
 
 A round sends one fragment. A cycle is `inner_steps` inner steps with one round for each fragment,
 after which every parameter has been averaged once. One round is in flight at a time. utilisation.py

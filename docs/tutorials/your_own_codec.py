@@ -56,7 +56,7 @@ class Ternary:
         rows = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
         sizes = torch.full((len(rows), 1), BLOCK)
         sizes[-1:] = values.numel() - BLOCK * (len(rows) - 1)
-        ordered = rows.abs().sort(dim=1).values        # what was padded are zeros, the first of the last row
+        ordered = rows.abs().sort(dim=1).values    # the padding's zeros come first
         limits = ordered.gather(1, BLOCK - 1 - sizes // 2)
         scales = ordered.gather(1, BLOCK - 1 - sizes // 4)
         digits = 1 + torch.sign(rows) * (rows.abs() > limits)
@@ -158,7 +158,8 @@ base:
   model: {dim: 64, num_layers: 1, num_heads: 4, num_kv_heads: 4, ffn_dim: 128}
   data: {source: python-stdlib, seq_len: 64, max_tokens: 2000000}
   optimizer: {lr: 1.0e-2, tokens_per_step: 1024, warmup_steps: 20, schedule: cosine}
-  outer: {inner_steps: 10, optimizer: {lr: 0.7, momentum: 0.9, nesterov: true}, transport: gloo, start_islands: 4}
+  outer: {inner_steps: 10, transport: gloo, start_islands: 4,
+    optimizer: {lr: 0.7, momentum: 0.9, nesterov: true}}
   evaluate: {every_rounds: 5, tokens: 8192}
   island: {micro_batch: 4}
 overrides: {islands: 4, step_tokens: 1024, tokens: 51200, steps_multiple_of: 10}

@@ -42,7 +42,8 @@ class Tokens(Protocol):
 class ShardedTokens:
     """The token files of one split, concatenated.
 
-    >>> tokens = ShardedTokens([np.array([5, 6]), np.array([7])], ends=[np.array([2]), np.array([1])])
+    >>> files = [np.array([5, 6]), np.array([7])]
+    >>> tokens = ShardedTokens(files, ends=[np.array([2]), np.array([1])])
     >>> tokens[1:3].tolist(), tokens.document_ends().tolist()
     ([6, 7], [2, 3])
     """

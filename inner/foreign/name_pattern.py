@@ -24,8 +24,9 @@ Item = tuple[Any, Any]
 class NamePattern:
     """A regular expression that is searched for in names.
 
-    >>> [NamePattern(r"^layers\\.\\d+\\.").is_in(name) for name in ("layers.11.norm", "my.layers.1.norm")]
-    [True, False]
+    >>> pattern = NamePattern(r"^layers\\.\\d+\\.")
+    >>> pattern.is_in("layers.11.norm"), pattern.is_in("my.layers.1.norm")
+    (True, False)
     """
 
     def __init__(self, pattern: str) -> None:

@@ -2,8 +2,8 @@
 sequence parallelism.
 
 embed                      rows (vocabulary)
-q, k, v, gate, up          rows: heads and hidden units          x is gathered once before them
-out, down                  columns                               partial sums are scattered (or all-reduced) after
+q, k, v, gate, up          rows: heads and hidden units          x is gathered once before
+out, down                  columns                               sums are scattered or reduced after
 norms                      replicated; each rank norms its own positions
 head                       rows (vocabulary)                     logits stay sharded; two small all-reduces per chunk
 

@@ -1,18 +1,18 @@
 """Messages of the round protocol, as plain data. state_machine.py defines how an island reacts to each of them.
 
-message         receiver           meaning                                                           reply
-Status          all islands        "I hold this state": sent each second and when the state changes  Status
-Ready           all islands        "I could take part in an attempt at round r from this state"      Status
-Plan            its participants   "attempt a at round r is made by these islands, in this order"    -
-PlanNotice      its participants   "I have made a plan with this hash", if plans are forwarded       -
-PlanQuery       its planner        "the plan has not come": the planner sends it                     -
-Vote            its participants   "I have the mean, with this digest" or "I have none, because"     VoteReceipt
-VoteList        its participants   "these are the votes of all", from the planner or passed on       VoteReceipt
-VoteReceipt     its planner        "I have the votes of all", if another island forwarded them       -
-Settled         its participants   "all have the votes of all: commit", from the planner             VoteReceipt
-OutcomeQuery    its participants   "a vote or its receipt is missing: what came of this plan?"       OutcomeReply
-ProofQuery      one that is ahead  "what proves that you hold this state?"                           Proof
-Goodbye         all islands        "I leave the run; do not wait for me"                             -
+message       receiver          meaning                                                        reply
+Status        all islands       "I hold this state": each second and after a change            Status
+Ready         all islands       "I could take part in an attempt at round r from this state"   Status
+Plan          its participants  "attempt a at round r is made by these islands, in this order" -
+PlanNotice    its participants  "I have made a plan with this hash", if plans are forwarded    -
+PlanQuery     its planner       "the plan has not come": the planner sends it                  -
+Vote          its participants  "I have the mean, with this digest" or "I have none, because"  VoteReceipt
+VoteList      its participants  "these are the votes of all", from the planner or passed on    VoteReceipt
+VoteReceipt   its planner       "I have the votes of all", if another island forwarded them    -
+Settled       its participants  "all have the votes of all: commit", from the planner          VoteReceipt
+OutcomeQuery  its participants  "a vote or its receipt is missing: what came of this plan?"    OutcomeReply
+ProofQuery    one that is ahead "what proves that you hold this state?"                        Proof
+Goodbye       all islands       "I leave the run; do not wait for me"                          -
 
 A participant that is ready is a contributor if it has finished its inner steps and gives a pseudo-gradient, or an
 observer (`listens`) if it still trains and only receives the mean.

@@ -1,8 +1,8 @@
 """The serving side of gossip: this island's replies to its partners. Each pair of islands decides for itself.
 
-    meet  {round}           leader    "are you in this round?"   here, and the carriers | not yet | past | apart
-    take  {round, part}     carrier   "give me your part"        its payload
-    tell  {round, has_all}  leader    "I have all of yours"      yes, I have all of yours | no | open
+    meet {round}          leader   "are you in this round?" here, carriers | not yet | past | apart
+    take {round, part}    carrier  "give me your part"      its payload
+    tell {round, has_all} leader   "I have all of yours"    so have I | no | open
 
 A pair counts when each island has the other's whole share and knows that the other has its own. An answer that is not
 known yet is delayed for HOLD_SECONDS and then requested again: a partner that dies or freezes makes the call fail,

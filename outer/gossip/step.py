@@ -2,7 +2,7 @@
 
 With phi_i the global params of island i, which are its own, theta_i its local params, and `group` its group:
 
-    m_i <- momentum m_i + lr mean(theta_j - phi_j) + pull (mean(phi_j) - phi_i)        means over j in group
+    m_i <- momentum m_i + lr mean(theta_j - phi_j) + pull (mean(phi_j) - phi_i)    j in group
     phi_i <- phi_i + m_i        theta_i <- phi_i
 
 The pull changes no average: over all islands of a group its terms sum to zero.

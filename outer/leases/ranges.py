@@ -76,8 +76,8 @@ def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[di
     every n-th unit. Returns (ranges by taker, remaining pool, new frontier).
 
     >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2})
-    >>> [triple(units) for units in given["a"]], [triple(units) for units in given["b"]], pool, frontier
-    ([[4, 1, 2], [10, 2, 2]], [[11, 2, 2]], [], 14)
+    >>> {name: [triple(units) for units in each] for name, each in given.items()}, pool, frontier
+    ({'a': [[4, 1, 2], [10, 2, 2]], 'b': [[11, 2, 2]]}, [], 14)
     """
     given: dict[str, Ranges] = dict.fromkeys(needs, ())
     left = {name: need for name, need in needs.items() if need > 0}

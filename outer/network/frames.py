@@ -1,6 +1,7 @@
 """Frames on a byte stream between islands: a fixed header, then a payload. Every field is checked on arrival.
 
-    magic 4 | version 1 | kind 1 | run 8 | rank 2 | round 4 | attempt 4 | leg 1 | part 4 | request 8 | length 8
+    magic 4 | version 1 | kind 1 | run 8 | rank 2 | round 4 | attempt 4 |
+    leg 1 | part 4 | request 8 | length 8
 
 `run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream begins with the hello
 and handshake of outer/network/handshake.py. In a run with a key, and on plain TCP, 16 bytes of MAC then follow each

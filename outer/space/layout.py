@@ -259,7 +259,7 @@ def choose_part_elements(num_params: int) -> int:
     """Return the size of the largest part of a model with `num_params` parameters, if the config
     does not set it.
 
-    >>> [choose_part_elements(num_params) for num_params in (150_000_000, 1_240_000_000, 70_000_000_000)]
+    >>> [choose_part_elements(params) for params in (150_000_000, 1_240_000_000, 70_000_000_000)]
     [1048576, 2097152, 4194304]
     """
     return next(elements for least, elements in PART_ELEMENTS if num_params >= least)
@@ -269,7 +269,8 @@ def part_length(num_elements: int, part_elements: int, block_elements: int, num_
     """Return the number of elements of every part but the last: a multiple of `block_elements`, and
     at least one block.
 
-    >>> [-(-n // part_length(n, 1 << 20, 256, num_islands=4)) for n in (1000, 50_000, 10**6, 10**7, 10**8)]
+    >>> sizes = (1000, 50_000, 10**6, 10**7, 10**8)
+    >>> [-(-n // part_length(n, 1 << 20, 256, num_islands=4)) for n in sizes]
     [4, 8, 8, 16, 96]
     """
     base = MIN_PARTS if num_elements >= MIN_PARTS * SMALL_PART_ELEMENTS else SMALL_MIN_PARTS

@@ -1,6 +1,7 @@
 """What the trainer does on this machine's GPUs: a report as text, and as JSON.
 
-    python -m scripts.gpu_report [--device cuda|cpu] [--only speed-1b,step] [--minutes 10] [--no-compile] [--json FILE]
+    python -m scripts.gpu_report [--device cuda|cpu] [--only speed-1b,step] [--minutes 10]
+        [--no-compile] [--json FILE]
 
 It takes eight minutes on one GPU. Each section is a process of its own with a time limit
 (scripts/gpu_report/sections.py lists them), so that a crash or a hang is a line of the report and

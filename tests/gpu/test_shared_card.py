@@ -25,7 +25,8 @@ data: {{source: files, paths: [{folder}/text], seq_len: 128, heldout_fraction: 0
 optimizer: {{lr: 3e-3, tokens_per_step: 2048, warmup_steps: 0, schedule: constant}}
 outer: {{rounds: 6, inner_steps: 3, transport: tls, codec: int8, wait_seconds: 120}}
 evaluate: {{tokens: 2048}}
-island: {{device: cuda, micro_batch: 4, run_dir: {folder}, cache_dir: {folder}/cache, parallel: {{compile: false}}}}
+island: {{device: cuda, micro_batch: 4, run_dir: {folder}, cache_dir: {folder}/cache,
+  parallel: {{compile: false}}}}
 """
 
 pytestmark = [

@@ -91,7 +91,8 @@ from pathlib import Path
 from inner.config import DataConfig
 from inner.data.streaming.open import StreamOptions, open_streamed
 url, cache, shard_tokens, limit = sys.argv[1:]
-config = DataConfig(source="shards", paths=[url], order="shards", shard_tokens=int(shard_tokens), seq_len=64)
+shards = dict(source="shards", paths=[url], order="shards", shard_tokens=int(shard_tokens))
+config = DataConfig(**shards, seq_len=64)
 corpus = open_streamed(config, Path(cache), StreamOptions(round(float(limit) * 1e9), 2, 240.0, []))
 sequences = corpus.texts[0].train.cut(64, 0)
 def used():

@@ -18,17 +18,17 @@ FOLDERS = ("/proc", "/sys", "/dev/shm")
 LIBRARY_CALLS = ("prctl", "memfd_create", "mount", "setns", "unshare", "mallopt", "malloc_trim")
 NAMES = {
     os: """
-        CLONE_NEWNET O_DIRECT O_PATH O_TMPFILE copy_file_range eventfd getrandom getxattr memfd_create pidfd_open pipe2
-        posix_fadvise posix_fallocate process_cpu_count sched_getaffinity sched_setaffinity setns setxattr splice
-        unshare
+        CLONE_NEWNET O_DIRECT O_PATH O_TMPFILE copy_file_range eventfd getrandom getxattr
+        memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate process_cpu_count
+        sched_getaffinity sched_setaffinity setns setxattr splice unshare
         """,
     select: "epoll",
     signal: "SIGPWR SIGSTKFLT SIGCLD SIGPOLL pidfd_send_signal sigtimedwait sigwaitinfo",
     socket: """
-        AF_ALG AF_NETLINK AF_PACKET AF_VSOCK MSG_CMSG_CLOEXEC MSG_ERRQUEUE MSG_MORE SOCK_CLOEXEC SOCK_NONBLOCK
-        SO_BINDTODEVICE SO_DOMAIN SO_INCOMING_CPU SO_MARK SO_PASSCRED SO_PEERCRED SO_PEERSEC SO_PRIORITY SO_PROTOCOL
-        TCP_CONGESTION TCP_CORK TCP_DEFER_ACCEPT TCP_INFO TCP_KEEPIDLE TCP_LINGER2 TCP_QUICKACK TCP_SYNCNT
-        TCP_USER_TIMEOUT TCP_WINDOW_CLAMP
+        AF_ALG AF_NETLINK AF_PACKET AF_VSOCK MSG_CMSG_CLOEXEC MSG_ERRQUEUE MSG_MORE SOCK_CLOEXEC
+        SOCK_NONBLOCK SO_BINDTODEVICE SO_DOMAIN SO_INCOMING_CPU SO_MARK SO_PASSCRED SO_PEERCRED
+        SO_PEERSEC SO_PRIORITY SO_PROTOCOL TCP_CONGESTION TCP_CORK TCP_DEFER_ACCEPT TCP_INFO
+        TCP_KEEPIDLE TCP_LINGER2 TCP_QUICKACK TCP_SYNCNT TCP_USER_TIMEOUT TCP_WINDOW_CLAMP
         """,
 }
 

@@ -98,7 +98,8 @@ ITS_PROOF = Proof(signature="0" * 128, mac="0" * 64)
 HELLO, PROOF = frame(Kind.HELLO, ITS_HELLO), frame(Kind.PROOF, ITS_PROOF)
 CHALLENGE = frame(Kind.CHALLENGE, Challenge(hello=ITS_HELLO, proof=ITS_PROOF))
 MEMBER = member("a").model_dump_json().encode()
-ADDRESS = f"{PEER_ID}:0@/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID};/ip4/1.2.3.4/tcp/9/p2p/{PEER_ID}/p2p-circuit/p2p/{PEER_ID}"
+_RELAYED = f"/ip4/1.2.3.4/tcp/9/p2p/{PEER_ID}/p2p-circuit/p2p/{PEER_ID}"
+ADDRESS = f"{PEER_ID}:0@/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID};{_RELAYED}"
 
 
 def test_every_kind_of_message_is_fuzzed():

@@ -279,7 +279,7 @@ def test_a_joiner_takes_averaged_buffers_and_a_donors_own_ones() -> None:
     assert found["a"][1] == found["b"][1] == found["c"][1]
 
 
-def test_an_island_that_missed_a_round_keeps_its_progress_and_its_own_buffers_but_not_its_averaged_ones() -> None:
+def test_an_island_that_missed_a_round_keeps_progress_and_own_buffers_but_not_averaged_ones() -> None:
     alone, taken = threading.Event(), threading.Event()
     both = threading.Barrier(2)
 

@@ -149,7 +149,7 @@ def synchronous(total_steps: int) -> float:
     return loss(params)
 
 
-def test_with_unequal_speeds_it_is_as_good_as_waiting_at_equal_tokens_and_nesterov_at_each_push_is_not() -> None:
+def test_at_unequal_speeds_it_is_as_good_as_waiting_and_nesterov_at_each_push_is_not() -> None:
     total_steps = 30 * len(SPEEDS) * INNER_STEPS
     waiting = synchronous(total_steps)
     for grace, most in ((0.0, 1.3), (0.05, 1.0)):

@@ -80,7 +80,7 @@ def mean_of(found: dict[str, Seen], number: int, kind: str) -> torch.Tensor:
     return total
 
 
-def test_moments_become_their_plain_mean_when_their_period_comes_around_and_stay_apart_between() -> None:
+def test_moments_become_their_plain_mean_in_their_period_and_stay_apart_between() -> None:
     made = config(3, optimizer=OuterOptimizerConfig(lr=0.3))
     found = run_islands(dict.fromkeys("abc", partial(rounds, 6)), made, model=model)
     for number in range(6):
@@ -111,7 +111,7 @@ def test_params_go_on_as_without_moments() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params(config(2)), without, strict=True))
 
 
-def test_moments_every_third_and_sixth_time_make_traffic_exactly_one_and_a_half_times_that_of_params() -> None:
+def test_moments_every_third_and_sixth_time_make_traffic_one_and_a_half_times_that_of_params() -> None:
     def sent(moments: tuple[int, int] | None) -> list[int]:
         def script(island: Island) -> list[int]:
             island.outer.begin()

@@ -173,7 +173,7 @@ def test_the_first_eager_step_is_made_on_the_islands_own_share_alone() -> None:
     run_islands(dict.fromkeys("ab", script), made, model=layered)
 
 
-def test_global_params_of_eager_islands_are_equal_and_local_progress_is_kept_when_the_round_lands() -> None:
+def test_global_params_of_eager_islands_are_equal_and_progress_is_kept_when_the_round_lands() -> None:
     made = config(2, eager=True, delay=7, optimizer=NESTEROV)
 
     def script(island: Island) -> list[str]:

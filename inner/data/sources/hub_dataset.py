@@ -18,8 +18,9 @@ from inner.foreign.files import read_file
 from inner.foreign.text import parse_yaml
 
 _NAMES = """
-arrow audiofolder cache conll csv eval fasta fastq generator genbank harbor hdf5 iceberg imagefolder json lance
-meshfolder mmcif niftifolder pandas parquet pdb pdffolder spark sql text tsfile videofolder vortex webdataset xml
+arrow audiofolder cache conll csv eval fasta fastq generator genbank harbor hdf5 iceberg
+imagefolder json lance meshfolder mmcif niftifolder pandas parquet pdb pdffolder spark sql text
+tsfile videofolder vortex webdataset xml
 """
 READERS_OF_FILES = frozenset(_NAMES.split())
 """Names that `datasets` treats as readers of local files instead of looking for them on the hub. A

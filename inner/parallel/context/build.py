@@ -1,9 +1,9 @@
 """Context parallelism: a sequence is spread over the ranks of cp, and only attention reads other
 ranks' positions.
 
-ring          zigzag        keys and values pass around, w - 1 messages overlap compute     least memory
-all_gather    zigzag        the same bytes in one message                                   few large kernels
-ulysses       contiguous    heads are exchanged for positions                               fewest bytes
+ring        zigzag      keys and values pass around, w - 1 messages overlap compute    least memory
+all_gather  zigzag      the same bytes in one message                                  large kernels
+ulysses     contiguous  heads are exchanged for positions                              fewest bytes
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this machine.
 
-    python scripts/bench/faults/faults.py [stall] [freeze] [join] [storm] [--transports gloo,tls,hivemind]
+    python scripts/bench/faults/faults.py [stall] [freeze] [join] [storm]
+        [--transports gloo,tls,hivemind]
         [--moments any,reduce] [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
 stall   One of 4 islands is killed, at a random moment of a round or in the middle of its reduce, when the first mean
@@ -32,7 +33,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from scripts.bench.arguments import choices  # noqa: E402
 from scripts.bench.faults.fault_join import Join, measure_joins  # noqa: E402
-from scripts.bench.faults.fault_stall import FaultBenchError, Moment, Stall, measure_freeze, measure_stall  # noqa: E402
+from scripts.bench.faults.fault_stall import (  # noqa: E402
+    FaultBenchError,
+    Moment,
+    Stall,
+    measure_freeze,
+    measure_stall,
+)
 from tests.faults.storm import StormSettings, run_storm  # noqa: E402
 
 TRANSPORTS = ("gloo", "tls", "hivemind")

@@ -1,6 +1,7 @@
 """What attackers cost the honest islands of a run, with real processes on this machine.
 
-    python scripts/bench/faults/hostile.py [--networks gloo,tls,hivemind] [--seconds 15] [--only PATTERN] [--json FILE]
+    python scripts/bench/faults/hostile.py [--networks gloo,tls,hivemind] [--seconds 15]
+        [--only PATTERN] [--json FILE]
 
 Three honest islands train with a run key during an attack of tests/hostile/attacks.py. After
 --seconds, the attackers are killed. The table has a line for each attack:

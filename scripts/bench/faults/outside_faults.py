@@ -1,6 +1,7 @@
 """Random faults from outside on running islands: hangs, exits, splits, and the cost of each fault.
 
-    python -m scripts.bench.faults.outside_faults [--faults 200] [--a-run 20] [--transports gloo,tls,hivemind]
+    python -m scripts.bench.faults.outside_faults [--faults 200] [--a-run 20]
+        [--transports gloo,tls,hivemind]
         [--seed 0] [--folder runs/outside-faults] [--not-apart] [--table]
 
 Each run has a bootstrap process and four islands under the launcher of `diloco launch`, three of
@@ -109,7 +110,8 @@ def make_run(settings: OutsideSettings, folder: Path) -> Run:
 def print_table(runs: Sequence[Run]) -> None:
     """Print the times by network and kind of fault, and the counts of what must not happen."""
     print(
-        f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}{'  second: median':>17}{'max':>7}", end=""
+        f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}{'  second: median':>17}{'max':>7}",
+        end="",
     )
     print(f"{'  back: median':>15}{'max':>7}{'  T: least':>11}{'most':>7}")
     for transport in TRANSPORTS:

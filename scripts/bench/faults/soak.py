@@ -1,6 +1,7 @@
 """A run under a storm of faults, checked for one history, every data unit trained once, and an unchanged loss.
 
-    python -m scripts.bench.faults.soak [--rounds 170] [--islands 4] [--storm 3] [--seed 0] [section.key=value ...]
+    python -m scripts.bench.faults.soak [--rounds 170] [--islands 4] [--storm 3] [--seed 0]
+        [section.key=value ...]
 
 Islands of a 1M model are killed, frozen and restarted throughout the run (about ten minutes on two cores). Afterwards a
 run without faults is trained for the loss to compare with. It has the same length and as many islands as trained in the

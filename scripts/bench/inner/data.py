@@ -1,6 +1,7 @@
 """Tokens per second of the loader relative to the model, and of `prepare` relative to datasets.map.
 
-    python -m scripts.bench.inner.data [--what loader,shards,prepare] [--megabytes N] [--processes N,...] [--repeat N]
+    python -m scripts.bench.inner.data [--what loader,shards,prepare] [--megabytes N]
+        [--processes N,...] [--repeat N]
 
 loader: reads batches of the quickstart's shape from the standard library's tokens, both with all pages in memory and
 with an empty page cache, relative to the quickstart's trainer. Each side is one process with one thread.

@@ -1,6 +1,8 @@
 """Tokens per second of inner's trainer relative to plain PyTorch and transformers, on one process and on meshes.
 
-    python scripts/bench/inner/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000] [--dtypes float32,bfloat16]
+    python scripts/bench/inner/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000]
+        [--dtypes float32,bfloat16]
+
         [--what plain,ours,transformers,plain_x2,ddp2,dp2,dp2_fsdp,fsdp2,tp2,tp2_split,pp2,cp2,cp2_fsdp]
         [--device cpu] [--split] [--json FILE]
 

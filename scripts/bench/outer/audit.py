@@ -1,6 +1,7 @@
 """What audits of reducers cost: CPU time, bytes and memory of a round's reduce.
 
-    python -m scripts.bench.outer.audit [--islands 2,4,8] [--audits 0,0.1,1] [--codec int8] [--million 2] [--rounds 5]
+    python -m scripts.bench.outer.audit [--islands 2,4,8] [--audits 0,0.1,1] [--codec int8]
+        [--million 2] [--rounds 5]
 
 Islands are objects of one process, which reduce over loopback; nothing else of a round is measured.
 The CPU time of the whole process is divided by the number of islands. `sent` is the mean number of
@@ -98,7 +99,8 @@ def main() -> None:
                 _measure(config, num_islands, args.million * 10**6, args.rounds)
             )
             plain_bytes = plain_bytes or sent
-            row = f"{cpu * 1e3:>10.0f}{wall * 1e3:>10.0f}{sent / 1e3:>10.0f}{sent / plain_bytes:>10.2f}"
+            times = f"{cpu * 1e3:>10.0f}{wall * 1e3:>10.0f}"
+            row = f"{times}{sent / 1e3:>10.0f}{sent / plain_bytes:>10.2f}"
             print(f"{num_islands:>10}{audit:>10g}{row}{audited:>10.1f}{kept / 1e3:>10.0f}", flush=True)
 
 

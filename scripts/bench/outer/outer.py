@@ -1,10 +1,12 @@
 """Time, CPU time and bytes of reduces and whole synchronisations between islands, ours and others'.
 
-    python scripts/bench/outer/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit,300mbit-80ms]
-        [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--send-buffer BYTES]
+    python scripts/bench/outer/outer.py [--params 25e6] [--islands 2,4]
+        [--links loopback,100mbit,1gbit,300mbit-80ms]
+        [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N]
+        [--send-buffer BYTES]
         [--json FILE]
-    python scripts/bench/outer/outer.py --links 100mbit,1gbit --codecs fp32,int4 --torchft-python PATH \\
-        --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
+    python scripts/bench/outer/outer.py --links 100mbit,1gbit --codecs fp32,int4 \\
+        --torchft-python PATH --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
 Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports. torch is
 torch's all_reduce over gloo, averager is hivemind's DecentralizedAverager. In tls-relayed the last
@@ -40,7 +42,14 @@ from statistics import median
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from scripts.bench.arguments import add_torchft_python, choices, require_torchft, whole_numbers  # noqa: E402
-from scripts.bench.outer.outer_runs import LINKS, LinkCase, Row, ideal_seconds, measure, open_link_namespaces  # noqa: E402
+from scripts.bench.outer.outer_runs import (  # noqa: E402
+    LINKS,
+    LinkCase,
+    Row,
+    ideal_seconds,
+    measure,
+    open_link_namespaces,
+)
 
 OURS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "int4": 0.5 + 2 / 128}
 PAYLOAD_BYTES = {
@@ -97,7 +106,8 @@ def format_row(row: Row, rows: Sequence[Row], case: LinkCase) -> str:
     if row.failure:
         return f"{begin}  failed: {row.failure}"
     seconds = median(row.seconds)
-    times = f"{seconds:>10.3f}{(max(row.seconds) - min(row.seconds)) / seconds:>10.0%}{len(row.seconds):>10}"
+    spread = (max(row.seconds) - min(row.seconds)) / seconds
+    times = f"{seconds:>10.3f}{spread:>10.0%}{len(row.seconds):>10}"
     rate = LINKS[case.link]
     numbers = [
         (median(row.cpu_seconds), 3),

@@ -1,6 +1,7 @@
 """CPU time and memory of whole rounds between islands, per parameter, beside plain gloo.
 
-    python -m scripts.bench.outer.round_cpu [--params 10e6] [--islands 2] [--rounds 5] [--what plain,gloo,gloo-int4]
+    python -m scripts.bench.outer.round_cpu [--params 10e6] [--islands 2] [--rounds 5]
+        [--what plain,gloo,gloo-int4]
 
 plain is DiLoCo written in plain torch: subtract, `all_reduce` over gloo, SGD, copy back. The others
 are our outer loop over the named transport and codec, with everything that a round does: snapshot,

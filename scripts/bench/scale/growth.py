@@ -1,6 +1,7 @@
 """How a run grows, on paper: memory, bytes and seconds of a round by model, ranks of an island and number of islands.
 
-    python -m scripts.bench.scale.growth [--bandwidth 10gbit] [--rtt 50ms] [section.key=value of the outer config ...]
+    python -m scripts.bench.scale.growth [--bandwidth 10gbit] [--rtt 50ms]
+        [section.key=value of the outer config ...]
 
 Nothing is started. "device" is the fullest rank's peak as `diloco mesh` plans it (bf16, AdamW, two micro-batches of one
 sequence of 8192, full recomputation), "host" the outer loop's memory of a rank as in `diloco plan`, without the process

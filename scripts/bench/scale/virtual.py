@@ -92,7 +92,8 @@ def format_row(row: ComparisonRow, virtual: Results, ratio: float) -> str:
     terms = virtual.terms
     return (
         f"{run.link_text:<18}{run.num_islands:>7}  {outer.codec:<6}{outer.inner_steps:>6}{row.utilisation:>10.1%}"
-        f"{virtual.utilisation or 0.0:>9.1%}{ratio:>7.3f}{row.round_seconds:>9.3f}{terms.round - terms.compute:>8.3f}"
+        f"{virtual.utilisation or 0.0:>9.1%}{ratio:>7.3f}"
+        f"{row.round_seconds:>9.3f}{terms.round - terms.compute:>8.3f}"
     )
 
 

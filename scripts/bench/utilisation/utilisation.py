@@ -1,8 +1,10 @@
 """Compares the utilisation that `diloco plan` predicts with the measured one.
 
-    .venv/bin/python -m scripts.bench.utilisation.utilisation [--links 50mbit 100mbit 1gbit] [--islands 2 4]
+    .venv/bin/python -m scripts.bench.utilisation.utilisation [--links 50mbit 100mbit 1gbit]
+        [--islands 2 4]
     .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap    share of a round's cost that a delay hides
-    .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap --computing [--fragments 1 4] [--delays 1 2 5]
+    .venv/bin/python -m scripts.bench.utilisation.utilisation --overlap --computing
+        [--fragments 1 4] [--delays 1 2 5]
     .venv/bin/python -m scripts.bench.utilisation.utilisation --wire       bytes by codec, compared with the formula
 
 Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep
@@ -263,7 +265,8 @@ def format_wire_row(run: PlannedRun, messages: float, measured: float) -> str:
     num_params = sum(fragment.num_elements for fragment in round_bytes(run.config, run.case.specs, run.num_islands))
     return (
         f"{run.config.codec:<9}{payload:>12.0f}{gloo:>9.0f}{frames:>10.0f}{acks:>9.0f}{messages:>10.0f}{total:>12.0f}"
-        f"{measured:>12.0f}{measured / total:>7.3f}{8 * payload / num_params / (run.num_islands - 1):>13.3f}"
+        f"{measured:>12.0f}{measured / total:>7.3f}"
+        f"{8 * payload / num_params / (run.num_islands - 1):>13.3f}"
     )
 
 

@@ -1,6 +1,7 @@
 """One island of utilisation.py: the real outer loop around inner steps that sleep, or compute.
 
-    python -m scripts.bench.utilisation.utilisation_island '{"index": 0, "host": "10.213.0.2", ..., "tasks": [...]}'
+    python -m scripts.bench.utilisation.utilisation_island \\
+        '{"index": 0, "host": "10.213.0.2", ..., "tasks": [...]}'
 
 It runs its tasks one after the other and prints a line of JSON for each round that lands.
 """

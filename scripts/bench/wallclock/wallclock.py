@@ -1,6 +1,7 @@
 """Wall clock to a fixed held-out loss on slow links: data-parallel training, rare averaging, and few bits.
 
-    python -m scripts.bench.wallclock.wallclock [--rows data-parallel,averaging] [--seeds 0,1] [--loss 2.35]
+    python -m scripts.bench.wallclock.wallclock [--rows data-parallel,averaging] [--seeds 0,1]
+        [--loss 2.35]
         [--plot FILE.png]
     python -m scripts.bench.wallclock.wallclock --torchft-python PATH --seeds 0,1,2,3,4 \\
         --rows data-parallel,torchft,torchft-streaming,averaging,averaging-int4,streaming-fp32,streaming
@@ -176,10 +177,14 @@ def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) ->
         ours = median_seconds(found, args.loss)
         ratios = [f"{theirs / ours:.2f}" if ours and theirs else "-" for theirs in rivals]
         shares = [share for r in found if (share := network_share(r, compute)) is not None]
+        reached = "never" if ours is None else f"{ours:.1f}"
+        loss = median(r.curve[-1][1] for r in found)
+        step_seconds = median(r.step_seconds for r in found)
+        share = f"{median(shares):.0%}" if shares else "-"
+        sent_megabytes = median(r.sent_bytes for r in found) / 1e6
         print(
-            f"{ROWS[name].label:<47}{'never' if ours is None else f'{ours:.1f}':>11}{ratios[0]:>8}{ratios[1]:>10}"
-            f"{median(r.curve[-1][1] for r in found):>11.4f}{median(r.step_seconds for r in found):>8.3f}"
-            f"{f'{median(shares):.0%}' if shares else '-':>9}{median(r.sent_bytes for r in found) / 1e6:>9.1f}"
+            f"{ROWS[name].label:<47}{reached:>11}{ratios[0]:>8}{ratios[1]:>10}"
+            f"{loss:>11.4f}{step_seconds:>8.3f}{share:>9}{sent_megabytes:>9.1f}"
         )
         for result in found if len(found) > 1 else []:
             seconds = seconds_to(result.curve, args.loss)

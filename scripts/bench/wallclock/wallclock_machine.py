@@ -1,6 +1,7 @@
 """One machine of a rival in scripts/bench/wallclock/wallclock.py: a plain loop on a run's model and text.
 
-    python -m scripts.bench.wallclock.wallclock_machine ddp|torchft|torchft-streaming CONFIG [section.key=value ...]
+    python -m scripts.bench.wallclock.wallclock_machine ddp|torchft|torchft-streaming CONFIG
+        [section.key=value ...]
 
 ddp averages gradients in every step with torch's DistributedDataParallel; the others are torchft's
 DiLoCo (wallclock_torchft.py). All have the run's optimizer. Rank, number of machines and the first

@@ -12,7 +12,12 @@ import pytest
 from diloco.doctor.listeners import find_rank_stores, read_listeners
 from diloco.doctor.machine_checks import check_rank_stores
 
-LISTEN = "import socket, sys, time; s = socket.create_server(('0.0.0.0', int(sys.argv[1]))); print(s.getsockname()[1]); sys.stdout.flush(); time.sleep(600)"  # noqa: E501
+LISTEN = """
+import socket, sys, time
+server = socket.create_server(("0.0.0.0", int(sys.argv[1])))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
 
 
 def test_every_kind_of_listener_is_found_with_its_address():

@@ -146,7 +146,7 @@ def test_a_burst_holds_a_frame_and_a_millisecond_and_a_queue_holds_a_round_trip(
     assert queue_bytes(AccessLink(rate, 0.3)) >= rate / 8 * 0.3
 
 
-def test_a_frame_leaves_by_the_port_of_its_address_by_all_others_if_it_is_for_all_and_else_by_none():
+def test_a_frame_leaves_by_the_port_of_its_address_by_all_if_it_is_for_all_and_else_by_none():
     ports = dict.fromkeys([1, 2, 3])
 
     def to(address: str) -> list[int]:

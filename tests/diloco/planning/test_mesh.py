@@ -344,7 +344,7 @@ def test_no_process_group_starts():
     assert not dist.is_initialized()
 
 
-def test_the_command_answers_before_it_loads_torch_when_there_is_no_pipeline_and_fails_in_one_line():
+def test_without_a_pipeline_the_command_answers_before_it_loads_torch_and_fails_in_one_line():
     # The outer loop's memory needs torch and comes last.
     code = (
         "import sys\nsys.modules['torch'] = None\nfrom diloco.cli.main import app\n"

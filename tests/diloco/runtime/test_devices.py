@@ -118,8 +118,14 @@ int cuDriverGetVersion(int *v) { *v = 12080; return 0; }
 int cuInit(unsigned flags) { return STATUS; }
 int cuDeviceGetCount(int *n) { *n = 2; return 0; }
 int cuDeviceGet(int *device, int number) { *device = 70 + number; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 70 ? "A" : "B", size); return 0; }
-int cuDeviceGetAttribute(int *v, int which, int device) { *v = which == 76 ? 5 : which - 68 + device - 70; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+    strncpy(name, device == 70 ? "A" : "B", size);
+    return 0;
+}
+int cuDeviceGetAttribute(int *v, int which, int device) {
+    *v = which == 76 ? 5 : which - 68 + device - 70;
+    return 0;
+}
 int cuGetErrorName(int status, const char **name) { *name = "CUDA_ERROR_UNKNOWN"; return 0; }
 """
 """A library with the functions of libcuda.so.1 that are called, and two cards of compute capability 7.5 and 8.5."""

@@ -9,7 +9,10 @@ BEGIN = """
 import gc
 from diloco.runtime.garbage import COLLECT_STEPS, collect_garbage, schedule_garbage
 fulls = []
-gc.callbacks.append(lambda phase, info: fulls.append(step) if (phase, info["generation"]) == ("start", 2) else None)
+def note(phase, info):
+    if (phase, info["generation"]) == ("start", 2):
+        fulls.append(step)
+gc.callbacks.append(note)
 step = None
 """
 

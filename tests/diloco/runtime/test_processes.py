@@ -13,7 +13,8 @@ from diloco.runtime.processes import find_processes, kill, start, stop
 
 GRANDCHILD = """
 import subprocess, sys, time
-other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+other = subprocess.Popen(sleep, start_new_session=True)
 print(other.pid, flush=True)
 time.sleep(600)
 """

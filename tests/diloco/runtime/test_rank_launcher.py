@@ -20,7 +20,8 @@ import sys
 sys.path.insert(0, {root!r})
 from diloco.runtime import rank_launcher
 rank_launcher.STOP_SECONDS = {stop_seconds}
-sys.exit(rank_launcher.launch_ranks([sys.executable, "-S", "-c", {rank!r}], {num_ranks}, {max_restarts}))
+command = [sys.executable, "-S", "-c", {rank!r}]
+sys.exit(rank_launcher.launch_ranks(command, {num_ranks}, {max_restarts}))
 """
 RANK = """
 import os, signal, subprocess, sys, time

@@ -24,7 +24,8 @@ from diloco.simulate.injector import FaultInjector
 # Like the launcher of ranks, it starts its worker in a session of its own and ends the worker on SIGTERM.
 ISLAND = """
 import signal, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+worker = subprocess.Popen(sleep, start_new_session=True)
 signal.signal(signal.SIGTERM, lambda *_: (worker.terminate(), sys.exit(1)))
 print("begun", flush=True)
 worker.wait()

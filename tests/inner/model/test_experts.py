@@ -129,7 +129,7 @@ def test_what_is_above_the_capacity_adds_nothing_and_is_counted() -> None:
     assert lost.any() and not y.flatten(0, 1)[lost].any() and y.flatten(0, 1)[~lost].any(dim=1).all()
 
 
-def test_the_sequence_loss_is_one_at_balance_and_the_number_of_experts_over_choices_at_collapse() -> None:
+def test_the_sequence_loss_is_one_at_balance_and_experts_over_choices_at_collapse() -> None:
     layer = mixture(per_token=1)
     is_input = torch.ones(B, S, dtype=torch.bool)
     routing = layer.router(stream().flatten(0, 1))

@@ -213,7 +213,7 @@ def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_
     run(test)
 
 
-def test_an_island_that_wakes_while_it_gathers_does_not_take_the_others_for_lost_and_plan_alone() -> None:
+def test_an_island_that_wakes_while_it_gathers_does_not_plan_without_the_others() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2

@@ -26,7 +26,7 @@ def test_all_of_many_islands_are_told_at_once_of_a_status_that_somebody_may_wait
     run(test)
 
 
-def test_many_islands_that_train_before_the_first_commit_ping_some_of_the_others_each_second_and_all_in_turn() -> None:
+def test_many_islands_before_the_first_commit_ping_some_each_second_and_all_in_turn() -> None:
     pinged: Counter[tuple[str, str]] = Counter()
 
     def deliver(parcel: Parcel, at_once: Callable[[], None]) -> None:

@@ -227,7 +227,7 @@ def test_the_donors_of_an_island_that_nobody_has_spoken_to_are_in_the_records() 
     run(test)
 
 
-def test_an_island_with_a_state_of_its_own_takes_none_from_a_record_whose_island_has_not_spoken() -> None:
+def test_an_island_with_a_state_takes_none_from_a_record_whose_island_has_not_spoken() -> None:
     async def test() -> None:
         hub = Hub()
         dead, again = Leader(hub, "a"), Leader(hub, "b")

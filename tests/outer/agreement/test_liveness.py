@@ -43,7 +43,7 @@ def test_whatever_mixture_of_lies_one_island_tells_the_others_commit(
         commit_rounds(new_run(names, liars, seed, quorum=quorum, **ways))
 
 
-def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_that_it_has_committed() -> None:
+def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_so() -> None:
     for seed in range(20):
         run = new_run("abcd", {random.Random(seed).choice("abcd"): [false_commits]}, seed, quorum=3)
         commit_rounds(run)

@@ -238,7 +238,7 @@ def test_an_island_whose_digest_differs_in_two_rounds_in_a_row_is_left_out_of_th
     assert names_of(attempted(a)) == ["a", "c"]
 
 
-def test_an_island_that_differs_from_the_majority_three_rounds_in_a_row_stops_and_says_what_to_compare():
+def test_an_island_that_differs_from_the_majority_in_three_rounds_stops_and_says_what_to_compare():
     a = gathering("a", "bc", ready="bc")
     for _ in range(MAX_DISSENTS):
         a.suspicions.dissents = {k: replace(v, until=0) for k, v in a.suspicions.dissents.items()}

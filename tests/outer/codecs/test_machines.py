@@ -19,11 +19,15 @@ is_denormal = (bits >> 23 & 255) == 0
 is_finite = (bits >> 23 & 255) != 255
 values = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 denormals, values = values[is_denormal], values[is_finite]
-parts = [values, values[values.abs() < 1e-20], values[values.abs() < 1e20], values[values.abs() < 3e-37]]
+size = values.abs()
+parts = [values, values[size < 1e-20], values[size < 1e20], values[size < 3e-37]]
 small = values[(values.abs() < 2) & (values.abs() > 1e-3)]
-parts += [small, torch.cat([small[:700], small[:700] * 1e-3 - 1e-4, -small[:900] * 1e30]), denormals]
-codecs = [build_codec(name) for name in ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk")]
-codecs += [build_codec("int4", CodingConfig(rounding="stochastic")), build_codec("topk", CodingConfig(value_bits=8))]
+mixed = torch.cat([small[:700], small[:700] * 1e-3 - 1e-4, -small[:900] * 1e30])
+parts += [small, mixed, denormals]
+names = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk")
+codecs = [build_codec(name) for name in names]
+codecs.append(build_codec("int4", CodingConfig(rounding="stochastic")))
+codecs.append(build_codec("topk", CodingConfig(value_bits=8)))
 def digest(tensor):
     return hashlib.sha256(tensor.numpy()).hexdigest()
 for number, codec in enumerate(codecs):

@@ -111,6 +111,7 @@ def test_what_is_open_at_a_border_is_closed_and_leased_anew() -> None:
 def test_a_ledger_of_a_peer_with_impossible_borders_is_refused(
     borders: Sequence[Sequence[int]], closed: int, text: str
 ) -> None:
-    values = f'"frontier":8,"returned":[[4,1,1]],"leases":{{}},"borders":{[*map(list, borders)]},"closed":{closed}'
+    values = f'"frontier":8,"returned":[[4,1,1]],"leases":{{}},"closed":{closed},'
+    values += f'"borders":{[*map(list, borders)]}'
     with pytest.raises(MessageError, match=text):
         parse(Ledger, f"{{{values}}}")

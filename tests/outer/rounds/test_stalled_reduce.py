@@ -46,7 +46,7 @@ def first_result(island: Island) -> ReduceResult:
     return found[0]
 
 
-def test_a_reduce_that_takes_too_long_counts_as_stalled_so_that_those_who_do_not_vote_are_left_out() -> None:
+def test_a_reduce_that_takes_too_long_is_stalled_so_that_who_does_not_vote_is_left_out() -> None:
     faults = dict.fromkeys("abc", never_connects)
     found = run_islands(dict.fromkeys("abc", first_result), config(3, audit=0.0), faults=faults)
     # The first that gives up closes its group, which may end the wait of the others.

@@ -15,7 +15,8 @@ RELAYS = parse_relays(["relay.example:31500", "[2001:db8::1]:31501"])
 
 def test_an_address_is_its_text_and_the_direct_route_comes_first():
     text = build_address(KEY, "203.0.113.7", 31400, RELAYS, 3, "payloads")
-    assert text == f"tls:{KEY}@203.0.113.7:31400;relay.example:31500/3/payloads;[2001:db8::1]:31501/3/payloads"
+    relayed = "relay.example:31500/3/payloads;[2001:db8::1]:31501/3/payloads"
+    assert text == f"tls:{KEY}@203.0.113.7:31400;{relayed}"
     address = parse_island_address(text)
     assert str(address) == text and find_key(text) == KEY
     assert address == IslandAddress(
