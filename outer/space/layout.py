@@ -75,6 +75,11 @@ class PartGroup:
     kind: TensorKind = "params"
     period: int = 1
     """The group is sent in every `period`-th round of the fragment."""
+    is_experts: bool = False
+    """Whether these are experts that are sent or weighted otherwise than the rest of the model."""
+    count: int | None = None
+    """Place of the islands' weights among the counts of their ready messages; None: the weights are
+    tokens."""
 
     @property
     def is_buffers(self) -> bool:
@@ -93,6 +98,10 @@ class Part:
     kind: TensorKind = "params"
     part_group: int = 0
     """Index of the part's group in `Space.part_groups`."""
+    is_experts: bool = False
+    """See `PartGroup.is_experts`."""
+    count: int | None = None
+    """See `PartGroup.count`."""
 
     @property
     def num_elements(self) -> int:
@@ -160,10 +169,16 @@ class Space:
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
             block = min(BUFFER_PART_ELEMENTS, part_elements) if group.is_buffers else block_elements
-            step = part_length(stop - start, part_elements, block, num_islands)
+            # The many groups of counted experts spread over all reducers without being cut.
+            is_whole = group.count is not None
+            step = (
+                equal_length(stop - start, part_elements, block)
+                if is_whole
+                else (part_length(stop - start, part_elements, block, num_islands))
+            )
+            of_group = group.fragment, group.is_fine, group.kind, number, group.is_experts, group.count
             for a in range(start, stop, step):
-                bounds = len(self.parts), a, min(a + step, stop)
-                self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
+                self.parts.append(Part(len(self.parts), a, min(a + step, stop), *of_group))
         self._bounds = [part.start for part in self.parts]
 
     @cached_property
@@ -191,6 +206,14 @@ class Space:
     def fragment_of(self, round_number: int) -> int:
         """Return the fragment that a round sends. Fragments take turns."""
         return round_number % self.num_fragments
+
+    def content_of(self, round_number: int) -> int:
+        """Return a number that is equal for rounds that send the same parameters: the fragment, and whether
+        its experts are sent if they have part groups of their own.
+        """
+        fragment = self.fragment_of(round_number)
+        has_experts = any(self.part_groups[group].is_experts for group in self.part_groups_in(round_number))
+        return fragment + self.num_fragments * has_experts
 
     def sends(self, round_number: int, part_group: int) -> bool:
         """Return whether a round sends the part group: it belongs to the round's fragment, and
@@ -277,6 +300,17 @@ def part_length(num_elements: int, part_elements: int, block_elements: int, num_
     num_parts = -(-num_elements // (part_elements * base)) * base
     blocks = min(-(-num_elements // (max(num_parts, 1) * block_elements)), part_elements // block_elements)
     return max(blocks, 1) * block_elements
+
+
+def equal_length(num_elements: int, part_elements: int, block_elements: int) -> int:
+    """Return the number of elements of every part but the last, if there are as few parts as possible: a
+    multiple of `block_elements`.
+
+    >>> equal_length(1000, 600, 1), equal_length(1000, 600, 256), equal_length(100, 600, 256)
+    (500, 512, 256)
+    """
+    num_parts = -(-num_elements // max(part_elements // block_elements * block_elements, block_elements))
+    return -(-num_elements // (max(num_parts, 1) * block_elements)) * block_elements
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
