@@ -219,8 +219,7 @@ class OuterConfig(Section):
         if self.rounds % every:
             raise ValueError(
                 f"experts.every is {every}, which does not divide rounds ({self.rounds}): the experts' last steps "
-                f"would never be averaged; set rounds to {self.rounds // every * every or every} or "
-                f"{(self.rounds // every + 1) * every}"
+                f"would never be averaged; set rounds to a multiple of it, such as {-(-self.rounds // every) * every}"
             )
         if every > 1 and self.wait_for == "quorum":
             raise ValueError(

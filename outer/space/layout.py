@@ -243,6 +243,15 @@ class Space:
         """Return the name of the parameter to which element `index` of the flat vector belongs."""
         return self.names[bisect_right(self._starts, index) - 1]
 
+    def names_in(self, part: Part) -> Iterator[tuple[str, int]]:
+        """Yield the names of which the part has elements, each with their number."""
+        first = bisect_right(self._starts, part.start) - 1
+        for index in range(first, len(self.names)):
+            overlap = min(self._starts[index + 1], part.stop) - max(self._starts[index], part.start)
+            if overlap <= 0:
+                return
+            yield self.names[index], overlap
+
     def pieces(self, bounds: SliceBounds) -> Iterator[Piece]:
         """Yield every overlap of a slice with a part, in part order. Rows and columns count from
         the slice's corner.
