@@ -14,7 +14,8 @@ from outer.codecs.cast import Bf16Codec, Fp32Codec
 from outer.config import OuterConfig
 from outer.errors import InputError
 from outer.space.fragments import add_moments, build_part_groups
-from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
+from outer.space.layout import Part, Space, TensorSpec
+from outer.space.part_sizes import choose_part_elements
 
 FINE = "int8"
 """The codec of norms, biases and tiny tensors if the codec of the rest is coarse."""
