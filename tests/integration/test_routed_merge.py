@@ -23,7 +23,11 @@ EP2_TP2 = {"ranks": 4, "mesh": {"tp": 2, "ep": 2}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [(), ("outer.experts.every=2",), ("outer.audit=1.0",)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("outer.experts.every=2",), ("outer.audit=1.0",), ("outer.wait_for=quorum", "outer.quorum=2")],
+    ids=str,
+)
 def test_islands_of_unequal_ep_commit_equal_states_after_a_kill_a_joiner_and_a_nan(
     tmp_path: Path, changes: tuple[str, ...]
 ) -> None:

@@ -6,12 +6,15 @@ from functools import partial
 import pytest
 import torch
 
+from outer.agreement.messages import Plan
+from outer.agreement.rules import Rules, check_ready, find_objection
 from outer.codecs.choice import build_codec_choice, build_space
 from outer.config import OuterConfig
 from outer.cost import round_bytes
 from outer.errors import InputError, MessageError
 from outer.space.experts import ExpertGroup, apportion
 from outer.space.fragments import build_claims
+from tests.outer.agreement.test_messages import NUM_PARTS, ready
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, run_islands
 
 torch.set_num_threads(1)
@@ -187,6 +190,48 @@ def test_an_impossible_claim_is_refused_by_name(counts: tuple[int, ...], problem
     claims.check("b", 0, 100, [100, 100, 0, 0, 100, 0, 100, 0])
     with pytest.raises(MessageError, match=f"'b' claims (that )?{problem}"):
         claims.check("b", 0, 100, [100, 100, 0, 0, *counts])
+
+
+FAIR = [100, 100, 0, 0, 100, 0, 100, 0]
+REFUSED_READIES = {
+    "counts in a run that does not weigh by them": (False, {"expert_counts": FAIR}, "which this run does not weigh by"),
+    "tokens in a run whose experts are as the rest": (
+        False,
+        {"expert_tokens": 1},
+        "claims 1 tokens of experts, at most 0",
+    ),
+    "more tokens than a round has": (True, {"expert_tokens": 5001, "expert_counts": FAIR}, "at most 5000 can be"),
+    "counts of an observer": (
+        True,
+        {"listens": True, "tokens": 0, "weight": 0, "expert_counts": FAIR},
+        "observes, but",
+    ),
+    "no counts": (True, {"expert_tokens": 100}, "claims 0 counts of tokens by expert, expected 8"),
+}
+
+
+@pytest.mark.parametrize(("routed", "changes", "problem"), REFUSED_READIES.values(), ids=REFUSED_READIES)
+def test_a_ready_with_impossible_counts_is_refused(routed: bool, changes: dict[str, object], problem: str) -> None:
+    claims = build_claims(specs(), config(**ROUTED), PER_TOKEN) if routed else None
+    rules = Rules(num_parts=NUM_PARTS, max_tokens=5000, experts=claims, has_observers=True)
+    honest = ready("b", expert_tokens=100, expert_counts=FAIR) if routed else ready("b")
+    check_ready(honest, rules)
+    with pytest.raises(MessageError, match=f"'b' .*{problem}"):
+        check_ready(ready("b", **changes), rules)
+
+
+def test_a_plan_with_impossible_counts_of_another_island_is_objected_to() -> None:
+    rules = Rules(num_parts=NUM_PARTS, experts=build_claims(specs(), config(**ROUTED), PER_TOKEN))
+    own = ready("a", expert_tokens=100, expert_counts=FAIR)
+    liar = ready("b", expert_tokens=100, expert_counts=[200, *FAIR[1:]])
+    plan = Plan(round=3, attempt=0, planner="b", participants=[own, liar])
+    assert "'b' claims that 300 choices of experts" in (find_objection(plan, own, rules) or "")
+    assert (
+        find_objection(
+            plan.model_copy(update={"participants": [own, own.model_copy(update={"island": "b"})]}), own, rules
+        )
+        is None
+    )
 
 
 def test_claims_of_any_counts_are_possible_ones() -> None:
