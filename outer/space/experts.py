@@ -54,11 +54,11 @@ def group_experts(specs: Sequence, size: int) -> dict[ExpertGroup, tuple[str, ..
     [2, 1]
     """
     places = sorted((place, spec.name) for spec in specs if (place := expert_of(spec)) is not None)
-    groups = {}
-    for (layer, number), run in groupby(places, key=lambda each: (each[0][0], each[0][1] // size)):
+    groups: dict[ExpertGroup, tuple[str, ...]] = {}
+    for (layer, part), run in groupby(places, key=lambda each: (each[0][0], each[0][1] // size)):
         members = list(run)
-        first, last = members[0][0][1], members[-1][0][1]
-        group = ExpertGroup(layer, number * size, last - first + 1)
+        last = members[-1][0][1]
+        group = ExpertGroup(layer, part * size, last - part * size + 1)
         groups[group] = tuple(name for _, name in members)
     return groups
 
