@@ -54,6 +54,8 @@ def train_rounds(runtime: Runtime, duties: Duties) -> None:
             continue
         if result.spike is not None and result.spike.action == "rewind":
             runtime.outer.rewind()
+        if result.routing is not None and not result.is_skipped:
+            runtime.outer.count_routed(result.routing.layers, result.routing.counts)
         rounds.step(0 if result.is_skipped else result.tokens)
 
 

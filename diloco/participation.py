@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.alerts.watch import watch_for_alerts
+from diloco.config.check import count_experts_per_token
 from diloco.config.schema import IslandConfig, RunConfig, most_tokens_per_step, stage_rounds, stage_tokens
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks
@@ -222,6 +223,7 @@ def build_loop_settings(
     num_rounds = 2 if waits_for_all else 4
     return LoopSettings(
         max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),
+        experts_per_token=count_experts_per_token(config),
         stage_rounds=stage_rounds(config) if waits_for_all else (),
         stage_tokens=() if waits_for_all else stage_tokens(config),
         owners=config.data.owners,

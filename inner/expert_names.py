@@ -13,6 +13,7 @@ import re
 ROUTER_BIAS = "ffn.router.bias"
 """Name in its layer of the bias that balances the experts of a router."""
 _STACK = re.compile(r"(.*\bffn\.experts\.)((?:gate|up|down)_proj\.weight)")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bffn\.experts\.)(\d+)\.((?:gate|up|down)_proj\.weight)")
 
 
@@ -34,6 +35,18 @@ def find_expert(name: str) -> tuple[str, int] | None:
     """
     found = _EXPERT.fullmatch(name)
     return None if found is None else (f"{found[1]}{found[3]}", int(found[2]))
+
+
+def expert_place(name: str) -> tuple[int, int] | None:
+    """Return the layer and the number of the expert whose matrix has this name; None if it is another
+    parameter's.
+
+    >>> expert_place("layers.3.ffn.experts.17.up_proj.weight")
+    (3, 17)
+    """
+    found = _EXPERT.fullmatch(name)
+    layer = None if found is None else _LAYER.search(found[1])
+    return None if found is None or layer is None else (int(layer[1]), int(found[2]))
 
 
 def router_bias_name(layer: int) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+from inner.expert_names import expert_place
+
 Index = tuple[int | slice, ...]
 """Indexes a shard: it gives the view of the shard that a slice is."""
 
@@ -18,6 +20,11 @@ class ParamSpec:
     shape: tuple[int, ...]
     has_moments: bool = True
     """Whether its moments are averaged if the run averages moments."""
+
+    @property
+    def expert(self) -> tuple[int, int] | None:
+        """Layer and number of the expert to which the parameter belongs; None if all tokens use it."""
+        return expert_place(self.name)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ The parts that a program may use. All others may change without notice (tests/te
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
-    codecs.choice, leases.ledger, rounds.checkpoint, space.digest, space.fragments,
+    codecs.choice, leases.ledger, rounds.checkpoint, space.digest, space.experts, space.fragments,
     space.holdings, space.layout, space.redistribute, state.earlier,
     state.part_state                        types and formats that it shows, and checks of what ranks hold
 """

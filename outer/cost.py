@@ -59,14 +59,14 @@ class RoundBytes:
 
 
 def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
-    """Return the bytes of each round of one cycle, or of several cycles if the moments repeat only
-    after several.
+    """Return the bytes of each round of one cycle, or of several cycles if moments or experts are not
+    sent in each.
 
     Raises InputError when the model has too few layers for the configured fragments.
     """
     # Bytes do not depend on when a round is sent, so configs that differ only in timing share a cache entry.
-    untimed = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": 1})
-    return _round_bytes(untimed.model_dump_json(), specs, num_islands)
+    untimed = {"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": outer.experts.every}
+    return _round_bytes(outer.model_copy(update=untimed).model_dump_json(), specs, num_islands)
 
 
 @lru_cache(maxsize=64)
@@ -78,10 +78,31 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
         params = build_codec(outer.gossip.params)
         peers = min(outer.gossip.group, num_islands) - 1
         return [_gossip_bytes(space.parts, codecs, params, peers)]
-    rounds = lcm(*(outer.moments or (1,))) * outer.fragments
+    rounds = lcm(*(outer.moments or (1,)), outer.experts.every) * outer.fragments
     sent = ([i for group in space.part_groups_in(number) for i in space.parts_in[group]] for number in range(rounds))
-    audits = outer.audit and (num_islands - 1) * audit_rate(outer.audit, num_islands)
+    audits = _count_audits(outer, num_islands)
     return [_reduce_bytes([space.parts[i] for i in indices], codecs, num_islands, audits) for indices in sent]
+
+
+def bytes_by_tensor(outer: OuterConfig, specs: Sequence[TensorSpec], num_islands: int) -> dict[str, float]:
+    """Return the bytes that an island sends per cycle of each tensor, by name: the mean over islands, and
+    over cycles if it is not sent in each. Only for rounds of all islands.
+    """
+    codecs = build_codec_choice(outer)
+    space = build_space(specs, outer, codecs)
+    audits = _count_audits(outer, num_islands)
+    sent = dict.fromkeys(space.names, 0.0)
+    for part in space.parts:
+        of_part = _reduce_bytes([part], codecs, num_islands, audits).sent_bytes
+        per_element = of_part / part.num_elements / space.part_groups[part.part_group].period
+        for name, num_elements in space.names_in(part):
+            sent[name] += per_element * num_elements
+    return sent
+
+
+def _count_audits(outer: OuterConfig, num_islands: int) -> float:
+    """Return how often a part is audited on average."""
+    return outer.audit and (num_islands - 1) * audit_rate(outer.audit, num_islands)
 
 
 def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:

@@ -13,7 +13,7 @@ Every rank of the island makes the same calls in the same order; rank 0, the lea
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -124,9 +124,11 @@ class OuterLoop:
         with others.
         """
         has_taken = self.averager.enter()
+        if has_taken:
+            self.pending.drop(self.position)
+            return self.position
         self.cursor.begin(self.position.round, self.position.ledger)
-        if not has_taken:
-            self.cursor.resume(self._resumed_units)
+        self.cursor.resume(self._resumed_units)
         return self.position
 
     def inner_steps(self) -> int:
@@ -142,6 +144,12 @@ class OuterLoop:
         inner step.
         """
         return self.replica.ranks.on_leader(lambda: self._find_interruption(steps_left))
+
+    def count_routed(self, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
+        """Count the experts that the tokens of an inner step chose, see `PendingProgress.count_routed`. Call it
+        before the step may launch a round, not for a skipped step.
+        """
+        self.pending.count_routed(layers, counts)
 
     def launch(self, tokens: int, earlier: EarlierState | None = None) -> None:
         """Start `round` with the island's progress since the last launch, made on `tokens` tokens.
@@ -262,8 +270,8 @@ class OuterLoop:
         memory = self.averager.memory
         units = count(self.cursor.read)
         averager = self.averager
-        weights = self.pending.weights
-        facts = checkpoint.build_facts(self.replica, memory, weights, averager.share, units, averager.proof)
+        pending = self.pending
+        facts = checkpoint.build_facts(self.replica, memory, pending, averager.share, units, averager.proof)
         return checkpoint.collect_tensors(self.replica, memory), facts
 
     def allocate(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -278,7 +286,7 @@ class OuterLoop:
         """Resume from a checkpoint. Call it before `begin`, after loading local params. Raises InputError."""
         parsed = checkpoint.parse_facts(facts)
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
-        self.pending.weights = parsed.weights
+        checkpoint.restore_pending(self.pending, parsed)
         self.averager.share = parsed.share
         self._resumed_units = parsed.units
         self.averager.resume(parsed.proof)
@@ -341,7 +349,7 @@ def build_loop(
             stage_tokens=settings.stage_tokens,
             counted=settings.owners,
         )
-        replica = Replica(config, params, ranks, terms)
+        replica = Replica(config, params, ranks, terms, settings.experts_per_token)
         cursor = LeaseCursor(identity.island, settings.index, identity.incarnation, replica.terms)
         averager = build_agreed_averager(config, identity, replica, network, event_loop, pace, cursor, settings)
     pending = PendingProgress(replica, cursor, config.fragments, settings.max_tokens)

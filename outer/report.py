@@ -39,6 +39,8 @@ class LoopSettings:
 
     max_tokens: int = 1 << 52
     """Largest number of tokens that any island may claim for a round; larger claims are refused."""
+    experts_per_token: int = 0
+    """Number of experts that each token chooses in a layer, if the loop counts these choices; otherwise 0."""
     joins: bool = False
     """Whether the island must take the state of other islands and never begin a run."""
     index: int = 0

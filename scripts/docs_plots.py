@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from diloco.report.style import plot_style, save
-from scripts import docs_attention, docs_home, docs_long_context, docs_long_run, docs_roofline
+from scripts import docs_attention, docs_experts, docs_home, docs_long_context, docs_long_run, docs_roofline
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLOTS: dict[str, Callable[[], Figure]] = {
@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "roofline": ("roofline.md", docs_roofline.command_output),
     "gpu time": ("roofline.md", docs_roofline.table),
     "memory by length": ("long-context.md", docs_long_context.memory_table),
+    "experts between islands": ("experts.md", docs_experts.sharing_table),
     "weights": ("long-run.md", docs_long_run.weight_table),
     "traffic by cp": ("long-context.md", docs_long_context.traffic_table),
 }

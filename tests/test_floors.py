@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inner", "outer"}}
 FLOORS = {
     "inner": """
-        errors threads
-        expert_names files foreign param_spec
+        errors expert_names threads
+        files foreign param_spec
         import_path
         config
         data.chat mesh params

@@ -21,7 +21,7 @@ from inner.model.sizes import BYTE_VOCAB_SIZE, OwnModel, resolve_model
 from inner.parallel.layout_check import check_layout
 from inner.param_spec import ParamSpec
 from outer.packages import MEET_ELSEWHERE, require_hivemind
-from outer.space.fragments import assign_fragments
+from outer.space.fragments import assign_fragments, build_claims
 
 MAX_BIGRAM_VOCAB = 1024
 AUTO_TP = (1, 2, 4, 8)
@@ -238,11 +238,26 @@ def check_extras(island: IslandConfig, where: str) -> None:
 
 
 def check_fragments(run: RunConfig) -> None:
-    """Raise ConfigError if the model has too few layers for the run's fragments."""
+    """Raise ConfigError if the model has too few layers for the run's fragments, or no experts for
+    settings of experts.
+    """
     try:
-        assign_fragments(model_specs(run, run.model.vocab_size or BYTE_VOCAB_SIZE), run.outer)
+        specs = model_specs(run, run.model.vocab_size or BYTE_VOCAB_SIZE)
+        assign_fragments(specs, run.outer)
+        build_claims(specs, run.outer, count_experts_per_token(run))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def count_experts_per_token(run: RunConfig) -> int:
+    """Return the number of experts that each token chooses in a layer; 0 if no router of ours counts
+    them: for dense models, own models and own loops.
+    """
+    if run.params or run.model.name is not None:
+        return 0
+    model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
+    assert not isinstance(model, OwnModel), "own models have a name"
+    return 0 if model.experts is None else model.experts.per_token
 
 
 def check_names(config: Config, num_islands: int) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from diloco.config.schema import Config
 from diloco.formatting import human_bytes, human_count, human_duration, human_rate, percent
 from diloco.planning.advice import Rung, needed_bandwidth
+from diloco.planning.expert_traffic import list_sent
 from diloco.planning.mesh.host_memory import estimate_host_memory
 from diloco.planning.mesh.picture import header, print_section, print_text
 from diloco.planning.mesh.step_plan import StepPlan
@@ -68,6 +69,8 @@ def print_plan(picture: Picture, console: Console) -> None:
     console.print()
     for line in notes(picture):
         print_text(console, line)
+    if (sent := sent_table(case)) is not None:
+        print_section(console, "What an island sends per cycle, by experts", sent)
     print_section(console, "What a rank holds on the host (estimate)", memory_table(picture))
     print_section(console, "Saving, joining and coming back", state_table(picture))
     settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
@@ -184,6 +187,17 @@ def memory_table(picture: Picture) -> Table:
     if island.device_type != "cpu":
         table.add_row("for comparison, an inner step on a GPU", "", human_bytes(max(e.peak for e in island.memory)))
     return table
+
+
+def sent_table(case: Case) -> Table | None:
+    """Return a table of the bytes that an island sends of its experts; None if there are no experts or no
+    rounds of all islands.
+    """
+    rows = [] if case.outer.gossip is not None else list_sent(case.outer, case.specs, case.num_islands)
+    table = plain_table(("",), ("sent per cycle",))
+    for row in rows:
+        table.add_row(row.what, human_bytes(row.num_bytes))
+    return table if rows else None
 
 
 def state_table(picture: Picture) -> Table:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco.config.check import count_experts_per_token, model_specs
+from diloco.config.schema import RunConfig
 from diloco.overview.overview import account_of, describe_islands, find_overview
 from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.records.figures import combine
@@ -14,6 +16,7 @@ from diloco.records.kept_config import read_plan
 from diloco.records.run_folder import IslandRecords, RunRecords, read_run
 from diloco.report.data_account import data_account
 from inner.files import write_atomically
+from inner.model.sizes import BYTE_VOCAB_SIZE
 
 SUMMARY = "summary.json"
 DATA_PARALLEL_FORMULA = "2 (N-1)/N x 2 bytes x parameters x inner steps, sent by each of N islands"
@@ -54,6 +57,7 @@ def summarise_records(run: RunRecords) -> Summary:
         **training_figures(run.islands, account.disagreeing_rounds),
         **data_account(run.islands),
         **describe_islands(account),
+        "expert_bytes_share": find_expert_share(plan.config, run.num_islands),
         "inner_traffic": {
             island.name: {axis: [sent, last.planned.get(axis)] for axis, sent in last.sent.items()}
             for island in run.islands
@@ -134,6 +138,20 @@ def expert_figures(islands: Sequence[IslandRecords]) -> Summary:
     loads = {layer: mean_of_known([step.expert_loads.get(layer) for step in late]) for layer in layers}
     dropped = sum(step.routing.get("dropped", 0) for half in halves for step in half)
     return {"expert_loads": loads, "experts_dropped": int(dropped) if late else None}
+
+
+def find_expert_share(config: RunConfig | None, num_islands: int) -> float | None:
+    """Return the share of experts in the bytes that an island sends, by formula. None without experts, and
+    if config or vocabulary are not known.
+    """
+    if config is None or config.outer.gossip is not None or count_experts_per_token(config) == 0:
+        return None
+    if config.data.tokenizer != "bytes" and config.model.vocab_size is None:
+        return None
+    # Imported here because it imports torch, which a summary of a dense model does not need.
+    from diloco.planning.expert_traffic import share_of_experts
+
+    return share_of_experts(config.outer, model_specs(config, config.model.vocab_size or BYTE_VOCAB_SIZE), num_islands)
 
 
 def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:

@@ -98,6 +98,8 @@ def _round_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Sent between islands", human_bytes(total(summary["bytes_sent"]))
+    if (share := summary.get("expert_bytes_share")) is not None:
+        yield "Of it experts, by formula", f"{100 * share:.1f} %"
     if summary["wire_bytes_sent"] is not None:
         yield "On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"]))
     for name, axes in summary["inner_traffic"].items():

@@ -90,6 +90,8 @@ def check_can_be_virtual(config: Config) -> None:
         problems.append("outer.gossip is set; only rounds of all islands have a virtual form: set it to null")
     if outer.wait_for != "all":
         problems.append(f"outer.wait_for is {outer.wait_for!r}: use all")
+    if outer.experts.every > 1:
+        problems.append("outer.experts.every is above 1: set it to 1")
     if outer.moments is not None:
         problems.append("outer.moments is set: set it to null")
     if build_codec_choice(outer).is_gathered:

@@ -13,7 +13,7 @@ import torch
 
 from inner.param_spec import ParamSlice, ParamSpec
 from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
-from outer.config import CodingConfig, MergeConfig, OuterConfig
+from outer.config import CodingConfig, ExpertSharingConfig, MergeConfig, OuterConfig
 from outer.network.endpoints import Leg, Tag
 from outer.network.frames import HEADER_BYTES
 from outer.space.layout import Part, Space
@@ -94,6 +94,7 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
             "codec": "fp32",
             "coding": CodingConfig(),
             "merge": MergeConfig(),
+            "experts": ExpertSharingConfig(),
             "transport": "loopback",
             "fragment_pattern": "sequential",
             "part_elements": 1,

@@ -24,7 +24,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -51,8 +51,10 @@ from outer.network.messages import (
     StepSeconds,
     check_carriers,
 )
+from outer.space.experts import MAX_COUNTS
 
 Outcome = Literal["commit", "abort", "open"]
+ExpertCount = Annotated[int, Field(ge=0, lt=1 << 62)]
 MAX_ATTEMPT = 1 << 31
 """Upper bound of attempt numbers, so that a hostile peer's number cannot be long."""
 
@@ -116,6 +118,12 @@ class Ready(Message):
     weight: int = Field(ge=0, lt=1 << 53)
     """Tokens trained since the island last sent the round's fragment; this is its weight in the
     mean."""
+    expert_tokens: int = Field(default=0, ge=0, lt=1 << 56)
+    """Tokens trained since the island last sent the fragment's experts, in a round that sends experts
+    otherwise than the rest of the model."""
+    expert_counts: list[ExpertCount] = Field(default=[], max_length=MAX_COUNTS)
+    """How often these tokens chose each group of experts of the fragment, if the islands weigh by
+    that in the mean (outer/space/experts.py)."""
     listens: bool = False
     """The island is an observer: it still trains, takes part without a pseudo-gradient, and receives the mean."""
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
@@ -148,6 +156,8 @@ class Ready(Message):
             raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses: {numbers}")
         if self.listens and (self.tokens or self.weight):
             raise MessageError(f"island {self.island!r} observes, but claims {max(self.tokens, self.weight)} tokens")
+        if self.listens and (self.expert_tokens or self.expert_counts):
+            raise MessageError(f"island {self.island!r} observes, but claims {self.expert_tokens} tokens of experts")
         if self.listens and self.units:
             raise MessageError(f"island {self.island!r} observes, but claims {self.units} units")
         check_carriers(self.carriers, num_parts, len(self.transport_addresses))

@@ -8,6 +8,7 @@ from outer.agreement.messages import Plan, Ready, Status
 from outer.config import OuterConfig
 from outer.errors import MessageError
 from outer.network.messages import do_shared
+from outer.space.experts import RoutedClaims
 
 MAX_AHEAD = 1 << 12
 """The most attempts by which a peer's message may raise this island's attempt number, so that
@@ -21,7 +22,7 @@ TREE_ISLANDS = 128
 FAN_OUT = 8
 """More than TREE_ISLANDS participants forward the plan and the list of votes, each of them to
 FAN_OUT others."""
-OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0}
+OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0, "expert_tokens": 0, "expert_counts": []}
 """The values of these fields in an observer's ready message."""
 
 
@@ -35,6 +36,8 @@ class Rules:
     num_parts: int = 1
     max_tokens: int = 1 << 52
     """Maximum number of tokens that an island can train on in a round."""
+    experts: RoutedClaims | None = None
+    """What islands claim about their experts; None: nothing."""
     max_round: int = 1 << 29
     find_refusals: Callable[[Sequence[Ready]], Mapping[str, str]] = lambda readies: {}
     """Function that returns the islands excluded from a plan because they conflict with an
@@ -59,7 +62,7 @@ class Behind:
     cause: str
 
 
-def build_rules(config: OuterConfig, num_parts: int, max_tokens: int) -> Rules:
+def build_rules(config: OuterConfig, num_parts: int, max_tokens: int, experts: RoutedClaims | None = None) -> Rules:
     has_observers = config.wait_for == "quorum"
     return Rules(
         quorum=config.quorum,
@@ -67,6 +70,7 @@ def build_rules(config: OuterConfig, num_parts: int, max_tokens: int) -> Rules:
         below_quorum=config.below_quorum,
         num_parts=num_parts,
         max_tokens=max_tokens,
+        experts=experts,
         # With observers a round may consist of one inner step of one island.
         max_round=Rules.max_round if has_observers else config.num_rounds,
         has_observers=has_observers,
@@ -82,6 +86,20 @@ def check_ready(ready: Ready, rules: Rules) -> None:
         raise MessageError(f"{ready.island!r} claims {claimed} tokens, a round has at most {rules.max_tokens}")
     if ready.listens and not rules.has_observers:
         raise MessageError(f"{ready.island!r} is an observer, but this run waits for all islands (outer.wait_for: all)")
+    if not ready.listens:
+        _check_experts(ready, rules.experts, rules.max_tokens)
+
+
+def _check_experts(ready: Ready, claims: RoutedClaims | None, max_tokens: int) -> None:
+    """Raise MessageError if a contributor's claim about its experts is impossible."""
+    sends = claims is not None and claims.sends(ready.round)
+    most = claims.period * max_tokens if claims is not None and sends else 0
+    if ready.expert_tokens > most:
+        raise MessageError(f"{ready.island!r} claims {ready.expert_tokens} tokens of experts, at most {most} can be")
+    if claims is not None:
+        claims.check(ready.island, ready.round, ready.expert_tokens, ready.expert_counts)
+    elif ready.expert_counts:
+        raise MessageError(f"{ready.island!r} claims counts of experts, which this run does not weigh by")
 
 
 def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> str | None:

@@ -14,7 +14,8 @@ from outer.codecs.cast import Bf16Codec, Fp32Codec
 from outer.config import OuterConfig
 from outer.errors import InputError
 from outer.space.fragments import add_moments, build_part_groups
-from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
+from outer.space.layout import Part, Space, TensorSpec
+from outer.space.part_sizes import choose_part_elements
 
 FINE = "int8"
 """The codec of norms, biases and tiny tensors if the codec of the rest is coarse."""
@@ -35,11 +36,14 @@ class CodecChoice:
     """Decay of the residual that is added to the next pseudo-gradient; None disables error feedback."""
     moments: Codec = field(default_factory=Fp32Codec)
     """Encodes moments and their means. It must not round a small second moment to zero."""
+    experts: Codec | None = None
+    """Encodes experts and their means; None: as all other parameters."""
 
     @property
     def block_elements(self) -> int:
         """Part boundaries are multiples of this number, so that no block spans two parts."""
-        return lcm(self.codec.block_elements, self.fine.block_elements)
+        of_experts = 1 if self.experts is None else self.experts.block_elements
+        return lcm(self.codec.block_elements, self.fine.block_elements, of_experts)
 
     @property
     def splits_fine(self) -> bool:
@@ -48,11 +52,15 @@ class CodecChoice:
 
     def codec_for(self, part: Part) -> Codec:
         """Return the codec of a part of the pseudo-gradient, of moments or of buffers."""
-        return self._codec_of_values(part) or (self.fine if part.is_fine else self.codec)
+        return self._codec_of_values(part) or self._codec_apart(part) or self.codec
 
     def mean_codec_for(self, part: Part) -> Codec:
         """Return the codec of the part's mean."""
-        return self._codec_of_values(part) or (self.fine if part.is_fine else self.mean)
+        return self._codec_of_values(part) or self._codec_apart(part) or self.mean
+
+    def _codec_apart(self, part: Part) -> Codec | None:
+        """Return the codec of a part that is fine or holds experts; None if it is that of the rest."""
+        return self.fine if part.is_fine else self.experts if part.is_experts else None
 
     def _codec_of_values(self, part: Part) -> Codec | None:
         """Return the codec of a part whose mean replaces the values; None for other parts."""
@@ -64,7 +72,8 @@ class CodecChoice:
         """Return whether every participant receives every payload of the part and computes the
         mean itself.
         """
-        return self.is_gathered and not part.is_fine and not part.is_replaced
+        is_rest = self._codec_of_values(part) is None and self._codec_apart(part) is None
+        return self.is_gathered and is_rest
 
     def has_feedback(self, part: Part) -> bool:
         """Return whether the coding error of the part is kept and sent with a later round."""
@@ -86,7 +95,8 @@ def build_codec_choice(config: OuterConfig) -> CodecChoice:
         raise InputError(f"outer.{problem}")
     fine = build_codec(FINE) if codec.is_coarse else codec
     mean = Fp32Codec() if codec.gathers else codec
-    return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments)
+    experts = None if config.experts.codec is None else build_codec(config.experts.codec, config.coding)
+    return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments, experts)
 
 
 def build_space(specs: Sequence[TensorSpec], config: OuterConfig, codecs: CodecChoice | None = None) -> Space:

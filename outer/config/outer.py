@@ -8,7 +8,7 @@ from outer.config.networks import NETWORKS, NetworkFacts
 from outer.config.optimizer import OuterOptimizerConfig
 from outer.config.own_code import is_import_path, one_of
 from outer.config.section import Section
-from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
+from outer.config.sharing import CodingConfig, ExpertSharingConfig, GossipConfig, MergeConfig
 
 BETWEEN_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments and buffers require."""
@@ -32,6 +32,7 @@ GOSSIP_REFUSES = (
     "optimizer",
     "moments",
     "merge",
+    "experts",
     "quorum",
     "below_quorum",
     "missed_progress",
@@ -44,8 +45,8 @@ class OuterConfig(Section):
     """The outer loop: when islands average, how they encode pseudo-gradients, and which islands must take part."""
 
     rounds: int = Field(default=100, ge=1)
-    """Number of times that every parameter is averaged. The run has rounds x inner_steps inner
-    steps."""
+    """Number of times that every parameter is averaged, except experts with `experts.every` above 1.
+    The run has rounds x inner_steps inner steps."""
     inner_steps: int = Field(default=30, ge=1)
     """Number of inner steps from one average of a parameter to the next (H)."""
     fragments: int = Field(default=1, ge=1)
@@ -76,6 +77,7 @@ class OuterConfig(Section):
     first one, without waits for others."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
+    experts: ExpertSharingConfig = ExpertSharingConfig()
     gossip: GossipConfig | None = None
     """Average with a few islands in turn instead of with all. null: rounds of all islands."""
     audit: float = Field(default=0.0, ge=0, le=1)
@@ -143,6 +145,7 @@ class OuterConfig(Section):
         self._check_timed()
         self._check_histories()
         self._check_audit()
+        self._check_experts()
         if self.moments is not None:
             self._check_moments()
         return self
@@ -211,6 +214,29 @@ class OuterConfig(Section):
                 "set audit to 0"
             )
 
+    def _check_experts(self) -> None:
+        every = self.experts.every
+        if self.rounds % every:
+            raise ValueError(
+                f"experts.every is {every}, which does not divide rounds ({self.rounds}): the experts' last steps "
+                f"would never be averaged; set rounds to a multiple of it, such as {-(-self.rounds // every) * every}"
+            )
+        if every > 1 and self.wait_for == "quorum":
+            raise ValueError(
+                f"experts.every is {every}, but with wait_for 'quorum' the number of rounds is not known beforehand, "
+                "and the last one might leave the experts out; set experts.every to 1, or wait_for to all"
+            )
+        if every > 1 and self.merge.needs_last_mean:
+            raise ValueError(
+                f"experts.every is {every}, and merge.rule centered_clip and merge.min_cosine compare a mean with that "
+                "of the round before, which has no experts; set experts.every to 1, or leave them out"
+            )
+        if self.moments is not None and (every > 1 or self.merge.experts == "routed"):
+            raise ValueError(
+                "moments are averaged with the weights and in the rounds of all other params; set merge.experts to "
+                "tokens and experts.every to 1, or moments to null"
+            )
+
     @property
     def network(self) -> NetworkFacts:
         """The facts of the network between islands."""
@@ -231,7 +257,7 @@ class OuterConfig(Section):
         )
 
     @property
-    def later_defaults(self) -> dict[str, set[str]]:
+    def later_defaults(self) -> dict[str, set[str] | bool]:
         """Settings that were added later and still have their defaults, by section. Hashes leave
         them out, so that they stay as before.
         """
@@ -240,7 +266,8 @@ class OuterConfig(Section):
             "merge": self.merge.later_defaults,
             "optimizer": self.optimizer.later_defaults,
         }
-        return {section: names for section, names in unset.items() if names}
+        found: dict[str, set[str] | bool] = {section: names for section, names in unset.items() if names}
+        return found | ({"experts": True} if self.experts == ExpertSharingConfig() else {})
 
     @property
     def num_rounds(self) -> int:
@@ -250,4 +277,5 @@ class OuterConfig(Section):
     @property
     def is_plain(self) -> bool:
         """Whether local params equal the global params after every round."""
-        return self.fragments == 1 and self.delay == 0 and self.mix == 0 and self.wait_for == "all"
+        is_whole = self.fragments == 1 and self.experts.every == 1
+        return is_whole and self.delay == 0 and self.mix == 0 and self.wait_for == "all"

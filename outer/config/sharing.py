@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from outer.config.own_code import Options, is_import_path, one_of
 from outer.config.section import Section
 
+ExpertCodec = Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2"]
+"""Codecs of ours that encode means, too."""
 MERGE_RULES = ("mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors")
 
 
@@ -26,6 +28,11 @@ class MergeConfig(Section):
     that sent it, for sparse codecs."""
     options: Options = Field(default_factory=dict)
     """Settings of a rule of your own: keyword arguments of its class or function."""
+    experts: Literal["tokens", "routed"] = "tokens"
+    """Weights of the islands in the mean of an expert of a mixture. tokens: those of all other
+    params, the tokens that an island has trained on. routed: the tokens that an island has sent to
+    the expert since it was last averaged. Islands that have sent none are left out; if all have sent
+    none, the mean is 0. See docs/experts.md."""
     trim: float = Field(default=0.125, gt=0, lt=0.5)
     """For trimmed_mean: fraction of participants removed at each end of every coordinate,
     rounded up. At least one participant remains."""
@@ -60,8 +67,8 @@ class MergeConfig(Section):
         """Settings that were added later and still have their defaults."""
         fields = type(self).model_fields
         found = {"options"} if not self.options else set()
-        is_default = self.refuse_norm_ratio == fields["refuse_norm_ratio"].default
-        return found | ({"refuse_norm_ratio"} if is_default else set())
+        later = ("refuse_norm_ratio", "experts")
+        return found | {name for name in later if getattr(self, name) == fields[name].default}
 
     @property
     def refuses_payloads(self) -> bool:
@@ -110,6 +117,26 @@ class CodingConfig(Section):
     rank: int = Field(default=32, ge=1)
     """For lowrank: number of columns of the factors that approximate a part as a matrix. If it
     is the matrix's number of rows, the coding is nearly lossless."""
+
+
+class ExpertSharingConfig(Section):
+    """How the experts of a mixture are sent, which are most of its parameters. Other models refuse
+    these settings.
+    """
+
+    every: int = Field(default=1, ge=1, le=1024)
+    """Experts are averaged only in every n-th round of their fragment, with all their changes since
+    then. It must divide `outer.rounds`."""
+    codec: ExpertCodec | None = None
+    """Encoding of the pseudo-gradients of experts. null: `outer.codec`."""
+    group: int = Field(default=1, ge=1, le=4096)
+    """For merge.experts routed: number of neighbouring experts of a layer that share a weight. A
+    fragment has at most 4,096 such groups."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether experts are sent otherwise than the rest of the model."""
+        return self.every > 1 or self.codec is not None
 
 
 class GossipConfig(Section):

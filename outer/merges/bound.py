@@ -69,29 +69,29 @@ class RecentLengths:
         self._me = me
         self._last: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=NUM_ROUNDS))
 
-    def knows(self, fragment: int, kinds: Collection[str]) -> bool:
+    def knows(self, content: int, kinds: Collection[str]) -> bool:
         """Return whether the bound needs no current pseudo-gradient, because there are earlier
         norms, or no bound is configured.
         """
-        return self._ratio is None or all(self._last[fragment, kind] for kind in kinds)
+        return self._ratio is None or all(self._last[content, kind] for kind in kinds)
 
-    def bound(self, fragment: int, own: Lengths) -> Bound:
-        """Return the bound of a round that sends the fragment. `own`: norms of this island's
+    def bound(self, content: int, own: Lengths) -> Bound:
+        """Return the bound of a round that sends this content (`Space.content_of`). `own`: norms of this island's
         contribution, if known.
         """
         if self._ratio is None:
             return NO_BOUND
-        kinds = {kind for number, kind in self._last if number == fragment} | own.keys()
-        last = {kind: self._last[fragment, kind] for kind in kinds}
+        kinds = {kind for number, kind in self._last if number == content} | own.keys()
+        last = {kind: self._last[content, kind] for kind in kinds}
         return Bound(self._ratio, {k: max(own.get(k, 0.0), median(last[k] or [0.0])) for k in kinds}, self._me)
 
-    def commit(self, fragment: int, own: Lengths) -> None:
+    def commit(self, content: int, own: Lengths) -> None:
         """Record the norms of a committed contribution. A norm of 0 is ignored, because the
         island contributed nothing.
         """
         for kind, length in own.items():
             if 0 < length < inf:
-                self._last[fragment, kind].append(length)
+                self._last[content, kind].append(length)
 
     def forget(self) -> None:
         """Drop all norms, because the run continues from an earlier state."""

@@ -7,7 +7,7 @@ from itertools import compress
 
 import torch
 
-from outer.agreement.messages import Plan
+from outer.agreement.messages import Plan, Ready
 from outer.config import BETWEEN_RULES
 from outer.errors import NonFiniteError
 from outer.merges.base import Merge, weights_of
@@ -16,6 +16,7 @@ from outer.merges.mean import hold_between
 from outer.merges.mean import mean as weighted
 from outer.reduce.filters import AttemptFilters
 from outer.reduce.payloads import Payloads
+from outer.space.layout import Part
 
 
 def encode_mean_of(
@@ -29,12 +30,13 @@ def encode_mean_of(
 ) -> tuple[torch.Tensor, list[str]]:
     """Return the encoded mean, and the islands that the filters left out of it.
 
+    Experts that no contributor has sent a token to have the mean 0 (`outer.merge.experts: routed`).
     Buffers are merged by the rule only if its result lies between the islands' values; otherwise by
     the mean. `encoded` are the payloads of the plan's contributors, in its order. `last` is the last
     committed mean of the part, if a rule needs it. Raises PoisonError.
     """
     names = [p.island for p in plan.contributors]
-    tokens = [p.weight for p in plan.contributors]
+    tokens = tokens_of(payloads.bounds(part), plan.contributors)
     # Values are decoded one part at a time. A merge rule that needs all parts at once collects them
     # itself.
     values = (payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True))
@@ -50,7 +52,9 @@ def encode_mean_of(
         values = compress(parts, is_kept)
         tokens = list(compress(tokens, is_kept))
     weights = weights_of(tokens)
-    if payloads.is_buffer(part):
+    if payloads.bounds(part).count is not None and not any(tokens):
+        mean = weighted(values, [0.0] * len(weights), None)
+    elif payloads.is_buffer(part):
         mean = _merge_buffers(list(values), weights, merge if filters.config.rule in BETWEEN_RULES else weighted)
     else:
         mean = merge(values, weights, last)
@@ -60,6 +64,13 @@ def encode_mean_of(
         return payloads.encode_mean(part, mean), filtered
     except NonFiniteError as error:
         raise payloads.find_overflow(part, encoded, names, error) from None
+
+
+def tokens_of(part: Part, contributors: Sequence[Ready]) -> list[int]:
+    """Return the number of tokens by which each contributor weighs in the mean of the part."""
+    if part.count is not None:
+        return [each.expert_counts[part.count] for each in contributors]
+    return [each.expert_tokens if part.is_experts else each.weight for each in contributors]
 
 
 def _merge_buffers(parts: Sequence[torch.Tensor], weights: Sequence[float], merge: Merge) -> torch.Tensor:

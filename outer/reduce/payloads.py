@@ -12,7 +12,7 @@ from outer.codecs.choice import CodecChoice
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
 from outer.merges.bound import Bound
 from outer.reduce.error_feedback import ErrorFeedback
-from outer.space.layout import Space, TensorKind
+from outer.space.layout import Part, Space, TensorKind
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Payloads:
     def are_gathered(self, part: int) -> bool:
         """Return whether every participant receives every payload of the part."""
         return self._codecs.gathers(self._space.parts[part])
+
+    def bounds(self, part: int) -> Part:
+        """Return the part of the canonical space."""
+        return self._space.parts[part]
 
     def is_buffer(self, part: int) -> bool:
         """Return whether the part holds buffers, whose mean is no step along a direction."""

@@ -308,7 +308,7 @@ def _build_driver(
     peers: Peers,
     attempts: Attempts,
 ) -> ProtocolDriver:
-    rules = build_rules(config, len(replica.space.parts), settings.max_tokens)
+    rules = build_rules(config, len(replica.space.parts), settings.max_tokens, replica.claims)
     refusals = partial(_find_refusals, replica, island, settings.index, config.start_islands)
     rules = replace(rules, find_refusals=refusals)
     start = build_status(replica, is_coming=False)

@@ -34,6 +34,7 @@ from outer.reduce.payloads import Mean
 from outer.space.digest import state_digest
 from outer.state.earlier import EarlierState
 from outer.state.part_state import MAX_GIVEN, PartState, Position
+from outer.state.pending import PendingProgress
 from outer.state.replica import Replica
 
 PARAMS = "outer/params/"
@@ -80,6 +81,10 @@ class SavedFacts(Message):
     """Fingerprint of the canonical space, which decides the part of each element."""
     weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(max_length=MAX_PARTS)
     """Tokens trained on since each fragment was last sent."""
+    expert_weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(default=[], max_length=MAX_PARTS)
+    """Tokens trained on since each fragment's experts were last sent. Empty in older checkpoints."""
+    counted: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(default=[], max_length=MAX_PARTS)
+    """How often each group of experts was chosen since it was last sent."""
     last_rounds: list[tuple[PartNumber, Annotated[int, Field(ge=0, lt=MAX_ROUND)]]] = Field(
         default=[], max_length=MAX_PARTS
     )
@@ -169,20 +174,30 @@ def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torc
 
 
 def build_facts(
-    replica: Replica, memory: RoundMemory, weights: Sequence[int], share: float, units: int, proof: Proof
+    replica: Replica, memory: RoundMemory, pending: PendingProgress, share: float, units: int, proof: Proof
 ) -> dict[str, object]:
     """Return the facts to save beside `collect_tensors`, as JSON values."""
     facts = SavedFacts(
         position=replica.position,
         digest=replica.digest,
         fingerprint=replica.space.fingerprint,
-        weights=list(weights),
+        weights=pending.weights,
+        expert_weights=pending.expert_weights,
+        counted=list(pending.counted.values()),
         last_rounds=[(fragment, number) for fragment, (number, _) in sorted(memory.last_means.items())],
         share=share,
         units=units,
         proof=proof,
     )
     return facts.model_dump(mode="json")
+
+
+def restore_pending(pending: PendingProgress, facts: SavedFacts) -> None:
+    """Continue with the progress that was saved."""
+    pending.weights = facts.weights
+    pending.expert_weights = facts.expert_weights or pending.expert_weights
+    if len(facts.counted) == len(pending.counted):
+        pending.counted = dict(zip(pending.counted, facts.counted, strict=True))
 
 
 def parse_facts(values: object) -> SavedFacts:

@@ -77,7 +77,7 @@ class IslandReduce:
     recent: RecentLengths
     distrust: Distrust = field(default_factory=Distrust)
     _own: tuple[int, dict[str, float]] = (0, {})
-    """Fragment of the last attempt's contribution, and the contribution's L2 norms by kind."""
+    """What the last attempt sent (`Space.content_of`), and the contribution's L2 norms by kind."""
     _asked: tuple[int, str] | None = None
     """The round, and the island, for which the operator's decision was last requested in the
     log."""
@@ -150,7 +150,7 @@ class IslandReduce:
         it together.
         """
         replica = self.replica
-        fragment = self.replica.space.fragment_of(plan.round)
+        fragment = self.replica.space.content_of(plan.round)
         own = dict[str, float]()
         kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
         if not self.recent.knows(fragment, kinds):

@@ -114,6 +114,8 @@ class Leader:
             attempt=self.driver.protocol.next_attempt,
             tokens=0 if snapshot is None else snapshot.tokens,
             weight=0 if snapshot is None else snapshot.weight,
+            expert_tokens=0 if snapshot is None else snapshot.expert_tokens,
+            expert_counts=[] if snapshot is None else list(snapshot.expert_counts),
             listens=snapshot is None,
             base_tokens=status.tokens,
             digest=status.digest,

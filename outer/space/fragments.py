@@ -12,11 +12,13 @@ also sends the moments of the fragment's parameters, each kind in every `period`
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from math import prod
 
 from outer.config import OuterConfig
 from outer.errors import InputError
+from outer.space.experts import ExpertGroup, RoutedClaims, check_number, expert_of, group_experts, have_own_groups
 from outer.space.layout import PartGroup, Space, TensorKind, TensorSpec
 
 FINE_ELEMENTS = 4096
@@ -123,11 +125,15 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
     fragments = assign_fragments(params, config)
     buffers = assign_buffers(specs_of(specs, "buffer"), fragments)
     for fragment, names in enumerate(fragments):
-        shapes = {spec.name: spec.shape for spec in params if spec.name in names}
+        of_fragment = [spec for spec in params if spec.name in names]
+        experts = build_expert_groups(of_fragment, config, fragment, splits_fine=splits_fine)
+        apart = {name for group in experts for name in group.names}
+        shapes = {spec.name: spec.shape for spec in of_fragment if spec.name not in apart}
         fine = tuple(name for name, shape in shapes.items() if splits_fine and is_fine(shape))
         coarse = tuple(name for name in shapes if name not in fine)
         groups += [PartGroup(coarse, fragment)] if coarse else []
         groups += [PartGroup(fine, fragment, is_fine=True)] if fine else []
+        groups += experts
         averaged = [spec.name for spec in params if spec.name in names and has_moments(spec)]
         groups += [
             PartGroup(tuple(name_of_kind(name, kind) for name in averaged), fragment, kind=kind, period=period)
@@ -137,6 +143,45 @@ def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, split
         groups += [PartGroup(buffers[fragment], fragment, kind="buffer")] if buffers[fragment] else []
     donors = tuple(spec.name for spec in specs_of(specs, "donor_buffer"))
     return [*groups, PartGroup(donors, kind="donor_buffer")] if donors else groups
+
+
+def build_expert_groups(
+    specs: Sequence[TensorSpec], config: OuterConfig, fragment: int, *, splits_fine: bool
+) -> list[PartGroup]:
+    """Return the part groups of a fragment's experts: one, or one per group of experts if each has a
+    weight of its own. Empty if nothing treats experts otherwise than the rest.
+    """
+    experts = [spec for spec in specs if expert_of(spec) is not None]
+    if not experts or not have_own_groups(config):
+        return []
+    fine = splits_fine and all(is_fine(tuple(spec.shape)) for spec in experts)
+    build = partial(PartGroup, fragment=fragment, is_fine=fine, period=config.experts.every, is_experts=True)
+    if config.merge.experts != "routed":
+        return [build(tuple(spec.name for spec in experts))]
+    groups = group_experts(experts, config.experts.group).values()
+    return [build(names, count=place) for place, names in enumerate(groups)]
+
+
+def build_claims(specs: Sequence[TensorSpec], config: OuterConfig, per_token: int) -> RoutedClaims | None:
+    """Return what islands claim about their experts; None if experts are treated like the rest.
+
+    `per_token`: number of experts that each token chooses in a layer; 0 if it is not known. Raises
+    InputError if the model has no experts, or too many groups of them, or if they are not counted.
+    """
+    params = specs_of(specs, "params")
+    if not have_own_groups(config):
+        return None
+    setting = "outer.merge.experts: routed" if config.merge.experts == "routed" else "outer.experts"
+    if not any(expert_of(spec) for spec in params):
+        raise InputError(f"{setting} is for mixtures of experts, and the model has no experts; leave it out")
+    groups: dict[int, Sequence[ExpertGroup]] = {}
+    if config.merge.experts == "routed":
+        if per_token == 0:
+            raise InputError(f"{setting} needs the counts of our own routers, and here nothing counts; use tokens")
+        for fragment, names in enumerate(assign_fragments(params, config)):
+            groups[fragment] = list(group_experts([s for s in params if s.name in names], config.experts.group))
+            check_number(len(groups[fragment]), config)
+    return RoutedClaims(groups, per_token, config.experts.every, config.fragments)
 
 
 def is_fine(shape: tuple[int, ...]) -> bool:

@@ -21,26 +21,11 @@ from itertools import accumulate
 from math import prod
 from typing import Literal, Protocol
 
-MIN_PARTS = 16
-SMALL_MIN_PARTS = 8
-"""Minimum numbers of parts. Tensors that are sent together are cut into a multiple of this
-number, and of a power of two that is at least the number of islands. So all islands reduce
-equally much, coding and sending overlap, and a run may resume with a few islands more or fewer."""
-SMALL_PART_ELEMENTS = 1 << 17
-"""If each of MIN_PARTS parts would have fewer elements than this, SMALL_MIN_PARTS is used,
-because a payload takes 0.3 ms of an island's processor."""
-
-PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 20))
-"""(parameters, size of a part). The first row whose number of parameters the model reaches is
-used. Parts are large, because each payload takes host time. The parts of a small model follow
-from MIN_PARTS."""
+from outer.space.part_sizes import BUFFER_PART_ELEMENTS, equal_length, part_length
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq", "buffer", "donor_buffer"]
 """Parameters; the inner optimizer's first or second moments of the parameters; buffers of the model
 that rounds average; buffers that are each island's own, and of which only a joiner takes a donor's."""
-BUFFER_PART_ELEMENTS = 1 << 12
-"""Least size of a part of buffers. Small parts cost time, and buffers are too small for all islands
-to reduce some."""
 
 
 class TensorSpec(Protocol):
@@ -75,6 +60,11 @@ class PartGroup:
     kind: TensorKind = "params"
     period: int = 1
     """The group is sent in every `period`-th round of the fragment."""
+    is_experts: bool = False
+    """Whether these are experts that are sent or weighted otherwise than the rest of the model."""
+    count: int | None = None
+    """Place of the islands' weights among the counts of their ready messages; None: the weights are
+    tokens."""
 
     @property
     def is_buffers(self) -> bool:
@@ -93,6 +83,10 @@ class Part:
     kind: TensorKind = "params"
     part_group: int = 0
     """Index of the part's group in `Space.part_groups`."""
+    is_experts: bool = False
+    """See `PartGroup.is_experts`."""
+    count: int | None = None
+    """See `PartGroup.count`."""
 
     @property
     def num_elements(self) -> int:
@@ -160,10 +154,15 @@ class Space:
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
             block = min(BUFFER_PART_ELEMENTS, part_elements) if group.is_buffers else block_elements
-            step = part_length(stop - start, part_elements, block, num_islands)
+            length = stop - start
+            if group.count is not None:
+                # The many groups of counted experts spread over all reducers without being cut.
+                step = equal_length(length, part_elements, block)
+            else:
+                step = part_length(length, part_elements, block, num_islands)
+            of_group = group.fragment, group.is_fine, group.kind, number, group.is_experts, group.count
             for a in range(start, stop, step):
-                bounds = len(self.parts), a, min(a + step, stop)
-                self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
+                self.parts.append(Part(len(self.parts), a, min(a + step, stop), *of_group))
         self._bounds = [part.start for part in self.parts]
 
     @cached_property
@@ -192,6 +191,14 @@ class Space:
         """Return the fragment that a round sends. Fragments take turns."""
         return round_number % self.num_fragments
 
+    def content_of(self, round_number: int) -> int:
+        """Return a number that is equal for rounds that send the same parameters: the fragment, and whether
+        its experts are sent if they have part groups of their own.
+        """
+        fragment = self.fragment_of(round_number)
+        has_experts = any(self.part_groups[group].is_experts for group in self.part_groups_in(round_number))
+        return fragment + self.num_fragments * has_experts
+
     def sends(self, round_number: int, part_group: int) -> bool:
         """Return whether a round sends the part group: it belongs to the round's fragment, and
         this is one of its `period`-th cycles.
@@ -219,6 +226,15 @@ class Space:
     def name_at(self, index: int) -> str:
         """Return the name of the parameter to which element `index` of the flat vector belongs."""
         return self.names[bisect_right(self._starts, index) - 1]
+
+    def names_in(self, part: Part) -> Iterator[tuple[str, int]]:
+        """Yield the names of which the part has elements, each with their number."""
+        first = bisect_right(self._starts, part.start) - 1
+        for index in range(first, len(self.names)):
+            overlap = min(self._starts[index + 1], part.stop) - max(self._starts[index], part.start)
+            if overlap <= 0:
+                return
+            yield self.names[index], overlap
 
     def pieces(self, bounds: SliceBounds) -> Iterator[Piece]:
         """Yield every overlap of a slice with a part, in part order. Rows and columns count from
@@ -253,31 +269,6 @@ class Space:
 
     def _parts_over(self, first: int, last: int) -> list[Part]:
         return self.parts[bisect_right(self._bounds, first) - 1 : bisect_right(self._bounds, last)]
-
-
-def choose_part_elements(num_params: int) -> int:
-    """Return the size of the largest part of a model with `num_params` parameters, if the config
-    does not set it.
-
-    >>> [choose_part_elements(params) for params in (150_000_000, 1_240_000_000, 70_000_000_000)]
-    [1048576, 2097152, 4194304]
-    """
-    return next(elements for least, elements in PART_ELEMENTS if num_params >= least)
-
-
-def part_length(num_elements: int, part_elements: int, block_elements: int, num_islands: int = 1) -> int:
-    """Return the number of elements of every part but the last: a multiple of `block_elements`, and
-    at least one block.
-
-    >>> sizes = (1000, 50_000, 10**6, 10**7, 10**8)
-    >>> [-(-n // part_length(n, 1 << 20, 256, num_islands=4)) for n in sizes]
-    [4, 8, 8, 16, 96]
-    """
-    base = MIN_PARTS if num_elements >= MIN_PARTS * SMALL_PART_ELEMENTS else SMALL_MIN_PARTS
-    base = max(base, 1 << (num_islands - 1).bit_length())
-    num_parts = -(-num_elements // (part_elements * base)) * base
-    blocks = min(-(-num_elements // (max(num_parts, 1) * block_elements)), part_elements // block_elements)
-    return max(blocks, 1) * block_elements
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """The pseudo-gradient that an island contributes to a round, and its transfer between threads."""
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from outer.errors import OuterError
 from outer.leases.ranges import Ranges
+from outer.space.experts import ExpertGroup
 from outer.state.earlier import EarlierState
 
 
@@ -28,6 +30,12 @@ class Snapshot:
     the mean."""
     units: Ranges
     """Units of data read since the last commit."""
+    expert_tokens: int = 0
+    """Tokens trained on since the fragment's experts were last averaged, if the round sends them."""
+    expert_counts: Sequence[int] = ()
+    """How often these tokens chose each of the fragment's groups of experts, as the island claims it."""
+    counted: Mapping[ExpertGroup, int] = field(default_factory=dict)
+    """The counts of the routers from which these claims follow, over all ranks."""
 
 
 class Contribution:

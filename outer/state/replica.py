@@ -11,6 +11,7 @@ from outer.leases.ledger import Ledger, Terms, begin_ledger
 from outer.merges.geometry import sum_of_squares
 from outer.reduce.payloads import Mean
 from outer.space.digest import combine_digests, state_digest
+from outer.space.fragments import build_claims
 from outer.space.ranks import RankGroup
 from outer.space.redistribute import Params, Redistribution
 from outer.state.global_state import GlobalState
@@ -32,14 +33,23 @@ class Replica:
         rebase       local = global - progress                   after another island's state was taken
     """
 
-    def __init__(self, config: OuterConfig, params: Params, ranks: RankGroup, terms: Terms | None = None) -> None:
+    def __init__(
+        self,
+        config: OuterConfig,
+        params: Params,
+        ranks: RankGroup,
+        terms: Terms | None = None,
+        experts_per_token: int = 0,
+    ) -> None:
         """Build the replica. `terms` are the terms of the leases. None: a run without stages and
-        without data of single islands.
+        without data of single islands. `experts_per_token`: see `LoopSettings`.
         """
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
         self.codecs = build_codec_choice(config)
         """The codec of each part. All that encode or decode on this rank use this one choice."""
+        self.claims = build_claims(params.specs, config, experts_per_token)
+        """What islands claim about their experts; None: nothing."""
         self.space = build_space(params.specs, config, self.codecs)
         self.redistribution = Redistribution(self.space, params, ranks)
         replaced = [part.index for part in self.space.parts if part.is_replaced]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from inner.expert_names import expert_place
 from outer.agreement.running.peers import Identity
 from outer.config import OuterConfig
 from outer.connect.opening import open_network
@@ -36,6 +37,11 @@ class Spec:
 
     name: str
     shape: tuple[int, ...]
+
+    @property
+    def expert(self) -> tuple[int, int] | None:
+        """As of `inner.param_spec.ParamSpec`."""
+        return expert_place(self.name)
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,7 @@ def run_islands(
     faults: Mapping[str, Wrap] | None = None,
     hooks: Mapping[str, Hooks] | None = None,
     clocks: Mapping[str, Callable[[], float]] | None = None,
+    experts_per_token: int = 0,
 ) -> dict[str, T]:
     """What each island's script returns; an exception of any is raised here, once all have ended."""
     hub, faults, hooks, clocks = hub or Hub(), faults or {}, hooks or {}, clocks or {}
@@ -181,7 +188,12 @@ def run_islands(
                 model(),
                 hub,
                 faults.get(name),
-                LoopSettings(hooks=hooks.get(name, NO_HOOKS), index=index, now=clocks.get(name, time.monotonic)),
+                LoopSettings(
+                    hooks=hooks.get(name, NO_HOOKS),
+                    index=index,
+                    now=clocks.get(name, time.monotonic),
+                    experts_per_token=experts_per_token,
+                ),
             )
             for index, (name, script) in enumerate(scripts.items())
         }

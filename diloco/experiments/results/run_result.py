@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from diloco.experiments.definition.rows import Row, Run
 from diloco.overview.traffic import data_parallel_bytes_per_step
 from diloco.records.run_folder import IslandRecords, read_run
+from diloco.report.summary import expert_figures, mean_of_known
 from inner.errors import InputError
 from inner.files import write_atomically
 
@@ -32,6 +33,9 @@ class RunResult:
     steps_timed: int
     """Inner steps that this process made: fewer than the run's steps if the run was stopped in
     between."""
+    expert_load: float | None = None
+    """Load of a layer's fullest expert (its tokens divided by the mean), over the second half of the
+    steps; a mean over layers. None for a model without experts."""
 
     @property
     def loss(self) -> float:
@@ -49,7 +53,8 @@ def measure_run(run_dir: Path, run: Run, *, core_seconds: float, steps_timed: in
     if not curve:
         raise InputError(f"{run_dir}: the run has ended without a held-out loss; see its metrics.jsonl")
     sent = fmean(count_sent(island) for island in islands)
-    return RunResult(curve=curve, sent_bytes=sent, core_seconds=core_seconds, steps_timed=steps_timed)
+    load = mean_of_known(list(expert_figures(islands)["expert_loads"].values()))
+    return RunResult(curve=curve, sent_bytes=sent, core_seconds=core_seconds, steps_timed=steps_timed, expert_load=load)
 
 
 def build_curve(islands: Sequence[IslandRecords], tokens_per_cycle: int) -> list[tuple[int, float]]:

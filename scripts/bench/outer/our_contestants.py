@@ -16,7 +16,8 @@ from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
 from outer.reduce.reducer import Reducer
 from outer.space.digest import combine_digests, part_digest
-from outer.space.layout import Space, choose_part_elements
+from outer.space.layout import Space
+from outer.space.part_sizes import choose_part_elements
 from outer.space.ranks import RankGroup
 from scripts.bench.outer.contestants import OUTER, SETUP_SECONDS, FakeModel, IslandSpec, build_shapes
 from tests.outer.islands import FakeParams, identity_of

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from outer.codecs.choice import build_space
 from outer.config import OuterConfig
-from outer.space.layout import Space, matrix_shape, part_length, rectangles
+from outer.space.layout import Space, matrix_shape, rectangles
+from outer.space.part_sizes import part_length
 from tests.outer.islands import Held, Spec
 
 SHAPES = st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple)
