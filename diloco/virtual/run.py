@@ -16,6 +16,7 @@ from diloco.virtual.island import Seat
 from diloco.virtual.network import VirtualNetwork
 from diloco.virtual.stand_in import build_stand_in
 from diloco.virtual.world import SharedWork, World
+from diloco.watchdog.life_signs import life_signs
 from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
 from outer.network.messages import sharing
@@ -98,7 +99,8 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
         for index in range(run.num_islands):
             fleet.start(seat_of(index), joins=False)
         faults = VirtualFaults(fleet, run.faults, run.storm, seat_of)
-        with sharing(SharedWork(world)):
+        what = f"simulating {run.num_islands} islands in virtual time"
+        with sharing(SharedWork(world)), life_signs(what, lambda: fleet.num_rounds / outer.rounds):
             world.run(lambda: faults.is_over)
         fleet.watch()
     finally:
