@@ -28,6 +28,7 @@ SETTLED_SECONDS = 60.0
 """Time after which no record of a commit before it is expected any more."""
 UNNOTED = "its processes ended without a record: they were killed, or the machine was lost"
 ENTRY = re.compile(r"round (\d+),")
+STAGE = re.compile(r"(\d{1,9})( of \d{1,9})?$")
 Attempt = tuple[int, int, tuple[str, ...]]
 """Round, attempt and participants. Islands outside a plan may number their own attempt the same."""
 
@@ -118,6 +119,8 @@ class IslandAccount:
             self._run.add_incident(Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED))
         if record.name == JOINED:
             self._enter(record)
+        if record.name == "stage":
+            self._run.add_stage(record)
         self._last_event = record.name
 
     def _is_start(self, record: EventRecord) -> bool:
@@ -159,6 +162,8 @@ class RunAccount:
         self.losses: dict[int, tuple[float, float]] = {}
         """Unix time and held-out loss of each evaluation, by the tokens of all islands."""
         self.commits: dict[tuple[int, tuple[str, ...]], Commit] = {}
+        self.stages: dict[int, str] = {}
+        """The stages that have begun, by number, as `2 of 3`."""
         self.known: set[str] = set()
         """Islands that have taken part in a committed round, also those whose records are elsewhere."""
         self.last_commit: tuple[tuple[str, ...], Commit] | None = None
@@ -185,6 +190,12 @@ class RunAccount:
         """Add an incident, unless it is known or there are too many."""
         if len(self.incidents) < MAX_INCIDENTS:
             self.incidents.append(incident)
+
+    def add_stage(self, record: EventRecord) -> None:
+        """Add a stage of the run that an island has entered."""
+        told = record.text.partition(" from")[0]
+        if found := STAGE.match(told):
+            self.stages[int(found[1])] = told
 
     def add_eval(self, record: EvalRecord) -> None:
         """Add a held-out loss. All islands evaluate the same params, except with gossip."""

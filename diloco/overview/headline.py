@@ -27,6 +27,8 @@ class Headline:
     is_trouble: bool
     round: int
     num_rounds: int | None
+    stage: str
+    """The newest stage of the run, as `2 of 3`; empty without stages, and in the first one."""
     heldout_loss: float | None
     loss_change: float | None
     """Difference of the held-out loss to the one `change_seconds` earlier."""
@@ -64,6 +66,7 @@ def find_headline(account: RunAccount, plan: RunPlan, at: float) -> Headline:
         is_trouble=is_trouble,
         round=run.round,
         num_rounds=plan.num_rounds,
+        stage=account.stages[max(account.stages)] if account.stages else "",
         heldout_loss=run.heldout_loss,
         loss_change=loss_change,
         change_seconds=change_seconds,
@@ -141,6 +144,7 @@ def describe(line: Headline) -> str:
     words = [
         line.state,
         f"round {line.round}{of}",
+        f"stage {line.stage}" if line.stage else "",
         f"held-out {human_loss(line.heldout_loss)}{describe_change(line)}",
         f"{line.islands_in} of {line.islands_expected} islands",
         describe_shares(line.shares),

@@ -19,6 +19,8 @@ CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 LINES = 8
 """Most incidents that are listed as lines; the worst and newest."""
 ENDS = (DIED, "failed", "hung")
+JOINED_KINDS = (LOST, "refused")
+"""Incidents of one island that are told as one, whatever their causes."""
 NUMBERS = re.compile(r"\d+(?:\.\d+)?|\b[0-9a-f]{8,}\b")
 
 
@@ -48,13 +50,13 @@ def find_since(account: RunAccount, since: float) -> list[Incident]:
     """Return the incidents since a unix time, the worst first, of equally bad ones the newest first.
 
     Incidents of one island that differ in numbers only are told as one, with their count and the last cause. So
-    are all losses of one island.
+    are all losses and all refusals of one island.
     """
     alike: dict[tuple[str, str, str], Incident] = {}
     for incident in sorted(account.incidents, key=lambda each: each.time):
         if incident.time < since:
             continue
-        cause = "" if incident.kind == LOST else NUMBERS.sub("#", incident.cause)
+        cause = "" if incident.kind in JOINED_KINDS else NUMBERS.sub("#", incident.cause)
         key = (incident.island, incident.kind, cause)
         count = alike[key].count if key in alike else 0
         alike[key] = replace(incident, count=count + 1)

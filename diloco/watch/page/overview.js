@@ -2,6 +2,7 @@
 // figures (diloco/overview/); an incident is [time, island, kind, severity, cause, cure].
 "use strict";
 const VISITS = "diloco watch: last visit of ";
+const JOINED_KINDS = ["lost", "refused"];  // As in diloco/overview/since.py.
 const ENDED = ["died", "failed", "hung"], STARTED = ["joined", "started", "started again", "resumed", "caught up"];
 let lastVisit = null;
 
@@ -26,7 +27,7 @@ function sinceTime(end) {
 function joinIncidents(rows) {
   const alike = new Map();
   for (const row of [...rows].sort((a, b) => a[0] - b[0])) {
-    const key = JSON.stringify([row[1], row[2], row[2] === "lost" ? "" : row[4].replace(/\b[0-9a-f]{8,}\b|\d+(\.\d+)?/g, "#")]);
+    const key = JSON.stringify([row[1], row[2], JOINED_KINDS.includes(row[2]) ? "" : row[4].replace(/\b[0-9a-f]{8,}\b|\d+(\.\d+)?/g, "#")]);
     alike.set(key, { row, count: (alike.get(key)?.count ?? 0) + 1 });
   }
   return [...alike.values()].sort((a, b) => b.row[3] - a.row[3] || b.row[0] - a.row[0]);

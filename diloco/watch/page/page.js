@@ -176,8 +176,9 @@ function drawSources(t) {
 
 function draw() {
   if (!run) return;
-  // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run.
-  const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
+  // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run. So is a
+  // saved page's.
+  const now = Date.now() / 1000, isOver = now - last >= 600 || byId("saved-run"), t = chosen ?? (isOver ? last : Math.max(now, last));
   const attempts = findAttempts(t);
   drawOverview(t); drawCards(t); drawLosses(t); drawBytes(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawTraffic(t); drawRanks(t); drawPrediction(t); if (typeof drawControl === "function") drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);

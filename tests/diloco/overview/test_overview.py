@@ -72,6 +72,13 @@ def test_the_first_line_tells_round_loss_islands_time_and_bytes() -> None:
     assert "held-out 1.2500 (-0.2500 in 1 h 00 min)" in describe(line) and "2.0x less" in describe(line)
 
 
+def test_the_first_line_tells_the_newest_stage() -> None:
+    assert "stage" not in describe(find_headline(account(CALM, CALM), PLAN, BEGIN + 20))
+    stages = [event("stage", 8, "2 of 3 from unit 5: lr 1"), event("stage", 9, "2 of 3 from unit 5: lr 1")]
+    line = find_headline(account([*CALM, *stages], CALM), PLAN, BEGIN + 20)
+    assert " · stage 2 of 3 · " in describe(line)
+
+
 @pytest.mark.parametrize(
     ("end", "state", "is_trouble"),
     [

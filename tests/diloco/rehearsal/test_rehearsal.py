@@ -11,7 +11,7 @@ from diloco.faults.spec import check_processes, check_targets, parse_fault
 from diloco.records.faults import FaultRecord
 from diloco.records.metrics import RoundRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
-from diloco.rehearsal.run import in_the_small, planned_faults
+from diloco.rehearsal.run import in_the_small, planned_faults, uses_relays
 from diloco.rehearsal.table import find_outcomes, print_rehearsal
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -67,6 +67,13 @@ def test_a_run_of_one_island_is_refused() -> None:
 def test_a_cut_is_left_out_where_links_cannot_be_cut() -> None:
     small = in_the_small(parse_config(TWO))
     assert not [text for text in planned_faults(small, can_cut=False) if text.startswith("cut")]
+
+
+def test_all_islands_are_killed_at_once_and_a_relay_where_the_config_has_one() -> None:
+    given = parse_config("{outer: {start_islands: 2, transport: tls}, island: {relays: ['203.0.113.7:31400']}}")
+    faults = list(planned_faults(in_the_small(given), can_cut=True, has_relays=uses_relays(given)))
+    assert {"kill:0+1@second=0,back=1", "kill:relay0@second=0,back=1"} <= set(faults)
+    assert not uses_relays(parse_config(TWO))
 
 
 def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_island_itself() -> None:
