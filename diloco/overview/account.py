@@ -64,6 +64,8 @@ class IslandAccount:
         """Whether its last record says that it waits for other islands."""
         self._run = run
         self._last_event = ""
+        self._unnoted: Incident | None = None
+        """The newest end without a record, which a record of the next life may explain."""
 
     def write(self, record: Record) -> list[float | None] | None:
         """Add the next record of the island. Return the pace after a commit, as a row of RecordedPace."""
@@ -106,7 +108,7 @@ class IslandAccount:
 
     def _add_event(self, record: EventRecord, before: float | None) -> None:
         if incident := find_of_event(self.name, record):
-            self._run.add_incident(incident)
+            self._run.add_incident(incident, replaces=self._unnoted if record.name == DIED else None)
         if record.name in ENDS:
             self.is_over = is_end_of_run(record)
             if not self.is_away:
@@ -116,8 +118,10 @@ class IslandAccount:
                 self.absences[-1] = replace(self.absences[-1], cause=f"{record.name}: {record.text}", is_failure=True)
         elif self._is_start(record) and not self.is_away and before is not None:
             self._leave(before, UNNOTED, is_failure=True)
-            self._run.add_incident(Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED))
+            self._unnoted = Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED)
+            self._run.add_incident(self._unnoted)
         if record.name == JOINED:
+            self._unnoted = None
             self._enter(record)
         if record.name == "stage":
             self._run.add_stage(record)
@@ -186,9 +190,11 @@ class RunAccount:
         """Unix time of the last record of any island; 0 without one."""
         return max((each.times.last for each in self.islands.values()), default=0.0)
 
-    def add_incident(self, incident: Incident) -> None:
-        """Add an incident, unless it is known or there are too many."""
-        if len(self.incidents) < MAX_INCIDENTS:
+    def add_incident(self, incident: Incident, replaces: Incident | None = None) -> None:
+        """Add an incident, unless there are too many. `replaces`: one that this one explains."""
+        if replaces in self.incidents:
+            self.incidents[self.incidents.index(replaces)] = replace(incident, time=replaces.time)
+        elif len(self.incidents) < MAX_INCIDENTS:
             self.incidents.append(incident)
 
     def add_stage(self, record: EventRecord) -> None:

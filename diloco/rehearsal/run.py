@@ -2,7 +2,7 @@
 have seen once, one after another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import Disturbances
 from diloco.network_emulation.namespaces import check_possible
+from diloco.network_emulation.nat import check_nat_possible
 from diloco.records.run_folder import read_run
 from diloco.rehearsal.one_by_one import OneByOne
 from diloco.rehearsal.table import print_rehearsal
@@ -31,10 +32,11 @@ def rehearse(path: Path, overrides: list[str]) -> int:
     given = load_own_config(path, overrides)
     config = in_the_small(given)
     console = Console()
-    can_cut = _can_cut()
-    # Only a network of namespaces has an island that others reach through a relay alone.
-    hidden = (len(config.islands) - 1,) if can_cut and uses_relays(given) else ()
-    faults = list(planned_faults(config, can_cut=can_cut, has_relays=bool(hidden)))
+    # The last island is put behind a NAT, so that the others reach it through a relay alone.
+    hidden = (
+        (len(config.islands) - 1,) if uses_relays(given) and _is_possible(lambda: check_nat_possible("a relay")) else ()
+    )
+    faults = list(planned_faults(config, can_cut=_is_possible(check_possible), has_relays=bool(hidden)))
     console.print(f"{len(faults)} faults, one after another, each when all islands train again", soft_wrap=True)
     disturbances = Disturbances(faults=tuple(faults), nat=hidden)
     status, run_dir = simulate_config(config, console, disturbances=disturbances, injector=OneByOne)
@@ -100,10 +102,10 @@ def planned_faults(config: Config, *, can_cut: bool, has_relays: bool = False) -
     yield "join:@second=0"
 
 
-def _can_cut() -> bool:
-    """Return whether this machine and user can cut links between islands."""
+def _is_possible(check: Callable[[], None]) -> bool:
+    """Return whether this machine and user can do what `check` checks."""
     try:
-        check_possible()
+        check()
     except ConfigError:
         return False
     return True

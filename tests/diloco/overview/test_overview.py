@@ -118,6 +118,13 @@ def test_a_kill_that_nobody_could_record_is_found_by_the_next_start() -> None:
     assert (died.island, died.time) == ("island-1", BEGIN + 4) and "without a record" in died.cause
 
 
+def test_a_kill_that_the_next_start_explains_is_told_once() -> None:
+    died = event("died", 9.5, "rank 1 (node 1) ended without a word")
+    run = account([*CALM[:3], event("started again", 9, "its end is not known"), died, event("joined", 10, "round 3,")])
+    (told,) = [each for each in run.incidents if each.kind == "died"]
+    assert (told.time, told.cause) == (BEGIN + 4, "rank 1 (node 1) ended without a word")
+
+
 def test_an_island_that_caught_up_was_not_away() -> None:
     run = account([*CALM, event("caught up", 9, "round 3"), event("joined", 9.5, "round 3,"), step(2, 12)])
     assert run.islands["island-0"].absences == []
