@@ -22,6 +22,8 @@ from diloco.overview.pace import RecordedPace
 from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.metrics import STARTED_AGAIN, EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 
+MAX_WAITS = 256
+"""Number of the newest attempts that tell for whom islands wait."""
 MAX_INCIDENTS = 5000
 """Most incidents that are kept; later ones of a run that has more are only counted in the figures."""
 SETTLED_SECONDS = 60.0
@@ -166,6 +168,8 @@ class RunAccount:
         self.losses: dict[int, tuple[float, float]] = {}
         """Unix time and held-out loss of each evaluation, by the tokens of all islands."""
         self.commits: dict[tuple[int, tuple[str, ...]], Commit] = {}
+        self.waits: dict[Attempt, dict[str, float]] = {}
+        """Seconds that each island waited in the newest committed attempts."""
         self.stages: dict[int, str] = {}
         """The stages that have begun, by number, as `2 of 3`."""
         self.known: set[str] = set()
@@ -220,6 +224,7 @@ class RunAccount:
         if self._outcomes.setdefault(attempt, record.committed) != record.committed:
             self._disagree(record, "one island committed it and another one aborted it")
         if record.committed:
+            self._add_wait(attempt, island, record)
             key = (record.round, record.participants)
             known = self.commits.setdefault(key, Commit(record.time, record.digest))
             known.time = max(known.time, record.time)
@@ -229,6 +234,24 @@ class RunAccount:
                 self.last_commit = record.participants, known
             if known.digest != record.digest:
                 self._disagree(record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})")
+
+    def find_slowest(self) -> str | None:
+        """Return the island for which the others waited longest in the newest rounds; None if they did not wait.
+
+        The others wait for the one that itself waits least.
+        """
+        seconds: dict[str, float] = {}
+        for waits in self.waits.values():
+            least = min(waits, key=lambda name: waits[name])
+            seconds[least] = seconds.get(least, 0.0) + sum(waits.values()) - len(waits) * waits[least]
+        slowest = max(seconds, key=lambda name: seconds[name], default=None)
+        return slowest if slowest is not None and seconds[slowest] > 0 else None
+
+    def _add_wait(self, attempt: Attempt, island: str, record: RoundRecord) -> None:
+        if (seconds := finite(record.wait_seconds)) is not None:
+            self.waits.setdefault(attempt, {})[island] = seconds
+        if len(self.waits) > MAX_WAITS:
+            del self.waits[next(iter(self.waits))]
 
     @property
     def disagreeing_rounds(self) -> list[int]:

@@ -3,6 +3,7 @@ have seen once, one after another.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -33,9 +34,8 @@ def rehearse(path: Path, overrides: list[str]) -> int:
     config = in_the_small(given)
     console = Console()
     # The last island is put behind a NAT, so that the others reach it through a relay alone.
-    hidden = (
-        (len(config.islands) - 1,) if uses_relays(given) and _is_possible(lambda: check_nat_possible("a relay")) else ()
-    )
+    can_hide = uses_relays(given) and _is_possible(partial(check_nat_possible, "a relay"))
+    hidden = (len(config.islands) - 1,) if can_hide else ()
     faults = list(planned_faults(config, can_cut=_is_possible(check_possible), has_relays=bool(hidden)))
     console.print(f"{len(faults)} faults, one after another, each when all islands train again", soft_wrap=True)
     disturbances = Disturbances(faults=tuple(faults), nat=hidden)

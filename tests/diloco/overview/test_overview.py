@@ -141,6 +141,21 @@ def test_the_worst_comes_first_and_what_is_alike_is_one_line() -> None:
     assert "1 DISAGREEMENTS" in find_overview(run, PLAN, now=BEGIN + 10).since
 
 
+def test_all_losses_are_one_line_with_the_islands_that_were_lost() -> None:
+    key = "tls:" + 64 * "a" + "@10.0.0.1:1"
+    lost = [event("lost", 9 + number, f"island-{number}: {key} does not answer") for number in (2, 1)]
+    (told,) = find_since(account([*CALM, *lost]), 0.0)
+    assert (told.who, told.count) == ("island-1, island-2", 2)
+    assert told.cause == "island-0 lost island-2: tls:aaaaaaaa..@10.0.0.1:1 does not answer"
+
+
+def test_the_first_line_names_the_island_for_which_the_others_wait() -> None:
+    late = [round_of(number, 4.0 + number, wait_seconds=0.0) for number in range(3)]
+    kept_waiting = [round_of(number, 4.0 + number, wait_seconds=2.0) for number in range(3)]
+    line = find_headline(account([*CALM[:2], *late], [*CALM[:2], *kept_waiting]), PLAN, BEGIN + 8)
+    assert line.slowest == "island-0" and "(most for island-0)" in describe(line)
+
+
 def test_the_summary_names_islands_that_were_late_are_gone_or_were_left_out() -> None:
     late = [event("joined", 5, "round 1, 512 tokens"), step(1, 6), step(2, 9)]
     alone = round_of(1, 8, participants=("island-0", "island-1"))
