@@ -5,6 +5,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.metrics import STARTED_AGAIN, EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 
 MAX_WAITS = 256
-"""Number of the newest attempts that tell for whom islands wait."""
+"""Number of an island's newest commits that tell for whom islands wait."""
 MAX_INCIDENTS = 5000
 """Most incidents that are kept; later ones of a run that has more are only counted in the figures."""
 SETTLED_SECONDS = 60.0
@@ -55,6 +56,8 @@ class IslandAccount:
         self.latest = LatestRecords(name)
         self.times = ActivityTimes()
         self.pace = RecordedPace()
+        self.waits: deque[tuple[Attempt, float]] = deque(maxlen=MAX_WAITS)
+        """Its newest commits, and the seconds that it waited for the others in each."""
         self.num_steps = 0
         self.absences: list[Absence] = []
         self.entry_round: int | None = None
@@ -81,6 +84,8 @@ class IslandAccount:
             case RoundRecord():
                 self._run.add_round(self.name, record)
                 if record.committed:
+                    attempt = (record.round, record.attempt, record.participants)
+                    self.waits.append((attempt, finite(record.wait_seconds) or 0.0))
                     return self.pace.add_commit(self.latest.figures)
             case EvalRecord():
                 self._run.add_eval(record)
@@ -168,8 +173,6 @@ class RunAccount:
         self.losses: dict[int, tuple[float, float]] = {}
         """Unix time and held-out loss of each evaluation, by the tokens of all islands."""
         self.commits: dict[tuple[int, tuple[str, ...]], Commit] = {}
-        self.waits: dict[Attempt, dict[str, float]] = {}
-        """Seconds that each island waited in the newest committed attempts."""
         self.stages: dict[int, str] = {}
         """The stages that have begun, by number, as `2 of 3`."""
         self.known: set[str] = set()
@@ -224,7 +227,6 @@ class RunAccount:
         if self._outcomes.setdefault(attempt, record.committed) != record.committed:
             self._disagree(record, "one island committed it and another one aborted it")
         if record.committed:
-            self._add_wait(attempt, island, record)
             key = (record.round, record.participants)
             known = self.commits.setdefault(key, Commit(record.time, record.digest))
             known.time = max(known.time, record.time)
@@ -240,18 +242,16 @@ class RunAccount:
 
         The others wait for the one that itself waits least.
         """
+        waits_of: dict[Attempt, dict[str, float]] = {}
+        for name, island in self.islands.items():
+            for attempt, wait in island.waits:
+                waits_of.setdefault(attempt, {})[name] = wait
         seconds: dict[str, float] = {}
-        for waits in self.waits.values():
+        for waits in waits_of.values():
             least = min(waits, key=lambda name: waits[name])
             seconds[least] = seconds.get(least, 0.0) + sum(waits.values()) - len(waits) * waits[least]
         slowest = max(seconds, key=lambda name: seconds[name], default=None)
         return slowest if slowest is not None and seconds[slowest] > 0 else None
-
-    def _add_wait(self, attempt: Attempt, island: str, record: RoundRecord) -> None:
-        if (seconds := finite(record.wait_seconds)) is not None:
-            self.waits.setdefault(attempt, {})[island] = seconds
-        if len(self.waits) > MAX_WAITS:
-            del self.waits[next(iter(self.waits))]
 
     @property
     def disagreeing_rounds(self) -> list[int]:

@@ -88,7 +88,7 @@ def describe_ends(notes: Mapping[int, str], num_ranks: int, per_node: int) -> st
 
 def describe_lost(lost: list[int], num_ranks: int, per_node: int) -> str:
     """Return that these ranks have left no note."""
-    why = "without a word: killed (SIGKILL, out of memory), or their node was lost"
+    why = "without a word: killed (SIGKILL, out of memory), or the node was lost"
     if len(lost) == num_ranks:
         return f"all {num_ranks} ranks ended {why}"
     names = ", ".join(f"rank {rank} (node {rank // per_node})" for rank in lost)
