@@ -71,6 +71,7 @@ function drawMarks(plot, marks) {
   ctx.lineWidth = scale;
   ctx.font = `${12 * scale}px system-ui`;
   ctx.textBaseline = "top";
+  ctx.textAlign = "left";
   ctx.setLineDash([4 * scale, 4 * scale]);
   for (const [value, text] of marks) {
     const x = plot.valToPos(value, "x", true);

@@ -95,6 +95,15 @@ def test_others_that_do_not_commit_again_are_said() -> None:
     assert not print_rehearsal(run, Console(record=True))
 
 
+def test_when_all_islands_were_hit_they_alone_have_to_come_back() -> None:
+    faults = [fault("kill", 10.0, "island-0", "island-1"), fault("kill", 15.0, "island-0", "island-1", is_end=True)]
+    first, second, joiner = [commit(0, 9.0), commit(1, 18.0)], [commit(0, 9.0), commit(1, 18.0)], [commit(2, 30.0)]
+    (outcome,) = find_outcomes(run_of(faults, first, second, joiner))
+    assert (outcome.others, outcome.itself, outcome.is_good) == (None, 3.0, True)
+    (outcome,) = find_outcomes(run_of(faults, first[:1], second[:1]))
+    assert not outcome.is_good
+
+
 def test_a_bootstrap_process_has_no_rounds_of_its_own() -> None:
     run = run_of([fault("kill", 10.0, "bootstrap")], [commit(1, 12.0)], [commit(1, 12.0)])
     assert print_rehearsal(run, Console(record=True))
