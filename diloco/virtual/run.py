@@ -25,6 +25,8 @@ from outer.transports.loopback import Hub
 MOST_PERIODS = 20
 MOST_SECONDS = 3600.0
 """A run is given up after MOST_PERIODS times the time of its inner steps, plus MOST_SECONDS."""
+MOST_SHARE = 0.99
+"""The run is told to be nearly over when its inner steps alone would be."""
 MOST_MEASURED = 64
 SAMPLED = 16
 """With more than MOST_MEASURED islands, processor time is measured in one of SAMPLED actions
@@ -100,7 +102,9 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
             fleet.start(seat_of(index), joins=False)
         faults = VirtualFaults(fleet, run.faults, run.storm, seat_of)
         what = f"simulating {run.num_islands} islands in virtual time"
-        with sharing(SharedWork(world)), life_signs(what, lambda: fleet.num_rounds / outer.rounds):
+        # Without the network and faults the run would take so long.
+        least_seconds = outer.rounds * outer.inner_steps * slowest
+        with sharing(SharedWork(world)), life_signs(what, lambda: min(world.now / least_seconds, MOST_SHARE)):
             world.run(lambda: faults.is_over)
         fleet.watch()
     finally:

@@ -14,7 +14,7 @@ FIRST_SECONDS = 3.0
 NEXT_SECONDS = 10.0
 """Time between two lines."""
 LEAST_SHARE = 0.01
-"""No time to the end is estimated before this share of the work is done."""
+"""Before this share of the work is done, no time to the end is estimated."""
 
 
 def _unknown() -> None:
@@ -35,10 +35,9 @@ class Work:
         seconds = time.monotonic() - self.began_at
         told = f"{self.what}: {seconds:.0f} s so far"
         share = self.share()
-        if share is None:
+        if share is None or share < LEAST_SHARE:
             return told
-        told += f", {100 * share:.0f} % done"
-        return told + (f", about {seconds / share - seconds:.0f} s to go" if share >= LEAST_SHARE else "")
+        return f"{told}, {100 * share:.0f} % done, about {seconds / share - seconds:.0f} s to go"
 
 
 _under_way: list[Work] = []

@@ -57,7 +57,7 @@ function drawChart(id, lines, xText, yText, look = "linear", marks = []) {
   const options = {
     width: Math.max(200, place.clientWidth), height: 260, legend: { show: shown.length <= 9, live: false },
     cursor: { drag: { x: true, y: false } }, hooks: { draw: [(plot) => drawMarks(plot, made.marks)] }, scales: { x: { time: false }, y },
-    axes: [{ ...axis, values: (_, ticks) => ticks.map((v) => (v === null ? "" : xText(v))), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : yText(v))) }],
+    axes: [{ ...axis, values: (_, ticks) => ticks.map((v) => (v === null ? "" : xText(v))), space: 90 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : yText(v))) }],
     series: [{}, ...shown.map((line) => ({ label: line.label, stroke: line.color, width: line.width, dash: line.dash, spanGaps: false, points: { show: line.width > 2 && line.points.length < 40 } }))],
   };
   made.plot = new uPlot(options, data, place);
@@ -153,7 +153,7 @@ function drawGantt(names, islands, faults, start, end, first) {
     }
   });
   draw.fillStyle = css("--grey");
-  const ticks = width < 500 ? 3 : 6;
+  const ticks = width < 500 ? 2 : 6;
   for (let i = 0; i <= ticks; i++) {
     draw.textAlign = i === ticks ? "right" : i ? "center" : "left";
     draw.fillText(duration(start - first + span * i / ticks), at(start + span * i / ticks), height - 8);
