@@ -13,5 +13,10 @@ inside = [package for name in BUNDLED for package in find_packages(include=[name
 setup(
     packages=find_packages(include=["diloco", "diloco.*"]) + [f"diloco._bundled.{package}" for package in inside],
     package_dir={f"diloco._bundled.{name}": name for name in BUNDLED},
-    package_data={"diloco.report": ["*.jinja"], "diloco.config": ["*.yaml"], "diloco.watch": ["page/*"]},
+    package_data={
+        "diloco.report": ["*.jinja"],
+        "diloco.config": ["*.yaml"],
+        "diloco.watch": ["page/*"],
+        "diloco.launch_files": ["*.sh"],
+    },
 )

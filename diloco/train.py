@@ -26,6 +26,7 @@ from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.mfu import build_mfu_meter, note_peak
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
+from diloco.runtime.rank_ends import FAILED, RankEnd, build_rank_end
 from diloco.runtime.step_records import make_step_record
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.rank_notes import LastLines, is_end_noted, note_error
@@ -48,7 +49,8 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] = island.r
     goodbyes: list[Runtime] = []
     folder = settings.folder(run.name)
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
-    on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
+    end = build_rank_end(folder)
+    on_stop(partial(stop, goodbyes, end), requests)
     check_trainer(run)
     provide_own_code(run)
     check_network(run, settings)
@@ -62,14 +64,18 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] = island.r
             keep_config(folder.parent, config)
         run = ranks.on_leader(lambda: add_code_hashes(add_weights_hash(run, settings)))
         book = Logbook(folder.parent, settings.label)
-        with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
+        with (
+            log_failure(book, ranks.rank, end),
+            open_runtime(run, settings, ranks, device, folder) as runtime,
+            recorded_ends(runtime, end),
+        ):
             goodbyes.append(runtime)
             if ranks.is_leader:
                 runtime.participation.on_entry = partial(replace_config, folder.parent, config)
             if runtime.network.wait_for_loss is not None:
                 runtime.participation.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
             schedule_garbage()
-            post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
+            post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(report_hang, goodbyes, end))
             with Watchdog(runtime.activity, post):
                 loop(runtime)
 
@@ -129,8 +135,23 @@ def start_logging(island: str) -> None:
 
 
 @contextmanager
-def log_failure(book: Logbook, rank: int) -> Iterator[None]:
-    """Write the error that ends this rank into the logbook.
+def recorded_ends(runtime: Runtime, end: RankEnd | None) -> Iterator[None]:
+    """Record at the start how ranks of the last life were lost, and note at the end that none was.
+
+    Only the leader does anything.
+    """
+    if end is None or runtime.metrics is None:
+        yield
+        return
+    if cause := end.begin_life():
+        runtime.event("died", cause)
+    yield
+    end.end_life()
+
+
+@contextmanager
+def log_failure(book: Logbook, rank: int, end: RankEnd | None = None) -> Iterator[None]:
+    """Write the error that ends this rank into the logbook, and into its note.
 
     Raises RankLost if the cause is the end of another rank.
     """
@@ -142,6 +163,8 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
     except Exception as error:
         named = name_lost_rank(error)
         note_error(rank, f"{type(named).__name__}: {named}")
+        if end is not None:
+            end.note(f"{FAILED}{type(named).__name__}: {named}")
         book.note("failed", f"rank {rank}: {type(named).__name__}: {named}")
         if named is error:
             raise
@@ -157,6 +180,20 @@ async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[st
         log.error("%s; this rank ends", cause)
         runtime.event("failed", cause)
         os._exit(1)
+
+
+def report_hang(running: list[Runtime], end: RankEnd | None, verdict: str) -> None:
+    """Record the verdict on a hang. One rank does so; the others leave no note, and are not taken for killed."""
+    if end is not None:
+        end.end_life()
+    say_goodbye(running, "hung", verdict)
+
+
+def stop(running: list[Runtime], end: RankEnd | None) -> None:
+    """Leave the run after a signal."""
+    if end is not None:
+        end.note("left: stopped by a signal")
+    say_goodbye(running, "left", "stopped by a signal")
 
 
 def say_goodbye(running: list[Runtime], name: str, text: str) -> None:

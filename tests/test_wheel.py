@@ -12,7 +12,7 @@ import pytest
 from scripts.torch_bounds import find_torch, oldest_of
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = ("py", "jinja", "yaml", "html", "css", "js")
+SUFFIXES = ("py", "jinja", "yaml", "html", "css", "js", "sh")
 
 
 @pytest.fixture(scope="module")

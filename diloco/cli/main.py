@@ -1,6 +1,8 @@
 """The command `diloco`. Each command imports only what it needs, so that --help answers at once."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +17,17 @@ from diloco.cli.prepare import prepare
 from diloco.cli.simulate import rehearse, simulate
 from diloco.cli.swarm import bootstrap, doctor, join, relay, status, watch
 from diloco.cli.weights import evaluate, export, generate
+from diloco.watchdog.life_signs import life_signs
 from diloco.watchdog.signals import watch_parent
 
+QUIET = {
+    "mesh": "planning the mesh",
+    "plan": "planning the run",
+    "report": "reading the run's records",
+    "status": "finding the run",
+    "simulate --virtual": "building the islands",
+}
+"""What commands do that print nothing before they have a result."""
 app = typer.Typer(
     name="diloco",
     help="Train one language model over islands: FSDP inside each island, DiLoCo between them.",
@@ -243,13 +254,23 @@ for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prep
     app.command()(command)
 
 
+@contextmanager
+def telling_of(words: Sequence[str]) -> Iterator[None]:
+    """Show that a command is alive which prints nothing before it has its result."""
+    command = " ".join([*words[:1], *(["--virtual"] if "--virtual" in words else [])])
+    what = QUIET.get(command)
+    with nullcontext() if what is None or "--help" in words else life_signs(what):
+        yield
+
+
 def main() -> None:
     """Run the command line. After a mistake of the user, print one message and exit with 2, in a
     rank FINAL_STATUS.
     """
     watch_parent()
     try:
-        app(standalone_mode=True)
+        with telling_of(sys.argv[1:]):
+            app(standalone_mode=True)
     except SystemExit as error:
         end(error.code if isinstance(error.code, int) else 1)
     except (ValueError, RuntimeError, OSError) as error:

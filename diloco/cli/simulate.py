@@ -39,7 +39,7 @@ def simulate(
     (seconds after the run's first commit).
 
     \b
-    kill:1@round=3,back=5          SIGKILL island 1 (or bootstrap, relay0, relay1); with back, restart it after 5 s
+    kill:1@round=3,back=5          SIGKILL island 1 (or 0+1, bootstrap, relay0); with back, restart it after 5 s
     leave:1@round=6                SIGTERM; back as above. freeze:1@round=3,seconds=20 is SIGSTOP, then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
     kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's), agent (torchrun)
@@ -74,7 +74,8 @@ def simulate(
 def rehearse(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
     """Run CONFIG in the small on this machine, and make one fault after another: a rank and an
     island killed, an island frozen, stopped and cut off, a payload damaged, the bootstrap process
-    killed, an island that joins. Print what each did to the run.
+    and a relay killed, all islands killed at once, an island that joins. Print what each did to
+    the run.
 
     Islands and outer settings are those of CONFIG; the model and its text are tiny. It takes a few
     minutes, and exits with 1 if the run did not recover from a fault. Cuts need root on Linux, and

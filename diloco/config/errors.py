@@ -57,12 +57,18 @@ def _unknown_key(where: str, loc: tuple[int | str, ...], model: type[BaseModel])
 
 
 def _section_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    annotation: object = model
     for part in loc:
-        field = model.model_fields.get(str(part))
+        if isinstance(part, int):  # The number of an entry of a list.
+            annotation = next(iter(typing.get_args(annotation)), None)
+            continue
+        section = _as_section(annotation)
+        field = section.model_fields.get(part) if section else None
         annotation = field.annotation if field else None
-        if isinstance(annotation, types.UnionType):
-            annotation = typing.get_args(annotation)[0]
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        model = annotation
-    return model
+    return _as_section(annotation)
+
+
+def _as_section(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, types.UnionType):
+        annotation = typing.get_args(annotation)[0]
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

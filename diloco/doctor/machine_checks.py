@@ -11,9 +11,11 @@ from diloco.config.check import check_island, model_specs
 from diloco.config.schema import RunConfig
 from diloco.doctor.address_checks import check_listening
 from diloco.doctor.checks import Check
+from diloco.doctor.fabric_checks import check_fabric
 from diloco.doctor.listeners import PROC, find_rank_stores
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
+from diloco.runtime.devices.gpus import list_gpus
 from diloco.swarm.visit import LocalIsland
 from inner.errors import InputError as DataError
 from inner.files import home_path
@@ -39,6 +41,7 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     else:
         yield from check_listening(local, is_alone=is_alone)
     yield check_rank_stores()
+    yield from check_fabric(os.environ, has_gpus=local.island.device != "cpu" and bool(list_gpus()))
     yield check_open_files(local.island.ranks)
     yield from check_disk(local)
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")

@@ -153,7 +153,7 @@ def parse_targets(
             raise invalid(text, f"got {names!r}; allowed: an island, 'x' and a number above 1", kind)
         return (int(match[1]),), (), float(match[2])
     targets = parse_target_group(text, kind, names)
-    if len(targets) > 1 or (set(targets) & set(SERVICES) and kind not in ("kill", "freeze")):
+    if (len(targets) > 1 and kind != "kill") or (set(targets) & set(SERVICES) and kind not in ("kill", "freeze")):
         allowed = "one island" + (f", or {', '.join(SERVICES)}" if kind in ("kill", "freeze") else "")
         raise invalid(text, f"got {names!r}; allowed: {allowed}", kind)
     return targets, (), None
@@ -220,6 +220,8 @@ def check_options(text: str, fault: Fault) -> None:
     if not given and fault.kind != "slow":
         raise invalid(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
     hits_service = any(isinstance(target, str) for target in fault.targets)
+    if len(fault.targets) > 1 and fault.kind == "kill" and (fault.phase or fault.process or fault.node is not None):
+        raise invalid(text, "a phase, process or node belongs to one island; name one", fault.kind)
     if fault.phase is not None and (fault.round is None or hits_service):
         raise invalid(
             text, "a phase belongs to the round of an island: name the island and @round=N,phase=...", fault.kind

@@ -5,6 +5,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -22,12 +23,15 @@ from diloco.overview.pace import RecordedPace
 from diloco.records.figures import ENDS, LatestRecords, finite
 from diloco.records.metrics import STARTED_AGAIN, EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 
+MAX_WAITS = 256
+"""Number of an island's newest commits that tell for whom islands wait."""
 MAX_INCIDENTS = 5000
 """Most incidents that are kept; later ones of a run that has more are only counted in the figures."""
 SETTLED_SECONDS = 60.0
 """Time after which no record of a commit before it is expected any more."""
 UNNOTED = "its processes ended without a record: they were killed, or the machine was lost"
 ENTRY = re.compile(r"round (\d+),")
+STAGE = re.compile(r"(\d{1,9})( of \d{1,9})?$")
 Attempt = tuple[int, int, tuple[str, ...]]
 """Round, attempt and participants. Islands outside a plan may number their own attempt the same."""
 
@@ -52,6 +56,8 @@ class IslandAccount:
         self.latest = LatestRecords(name)
         self.times = ActivityTimes()
         self.pace = RecordedPace()
+        self.waits: deque[tuple[Attempt, float]] = deque(maxlen=MAX_WAITS)
+        """Its newest commits, and the seconds that it waited for the others in each."""
         self.num_steps = 0
         self.absences: list[Absence] = []
         self.entry_round: int | None = None
@@ -63,6 +69,8 @@ class IslandAccount:
         """Whether its last record says that it waits for other islands."""
         self._run = run
         self._last_event = ""
+        self._unnoted: Incident | None = None
+        """The newest end without a record, which a record of the next life may explain."""
 
     def write(self, record: Record) -> list[float | None] | None:
         """Add the next record of the island. Return the pace after a commit, as a row of RecordedPace."""
@@ -76,6 +84,8 @@ class IslandAccount:
             case RoundRecord():
                 self._run.add_round(self.name, record)
                 if record.committed:
+                    attempt = (record.round, record.attempt, record.participants)
+                    self.waits.append((attempt, finite(record.wait_seconds) or 0.0))
                     return self.pace.add_commit(self.latest.figures)
             case EvalRecord():
                 self._run.add_eval(record)
@@ -105,7 +115,7 @@ class IslandAccount:
 
     def _add_event(self, record: EventRecord, before: float | None) -> None:
         if incident := find_of_event(self.name, record):
-            self._run.add_incident(incident)
+            self._run.add_incident(incident, replaces=self._unnoted if record.name == DIED else None)
         if record.name in ENDS:
             self.is_over = is_end_of_run(record)
             if not self.is_away:
@@ -115,9 +125,13 @@ class IslandAccount:
                 self.absences[-1] = replace(self.absences[-1], cause=f"{record.name}: {record.text}", is_failure=True)
         elif self._is_start(record) and not self.is_away and before is not None:
             self._leave(before, UNNOTED, is_failure=True)
-            self._run.add_incident(Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED))
+            self._unnoted = Incident(time=before, island=self.name, kind=DIED, cause=UNNOTED)
+            self._run.add_incident(self._unnoted)
         if record.name == JOINED:
+            self._unnoted = None
             self._enter(record)
+        if record.name == "stage":
+            self._run.add_stage(record)
         self._last_event = record.name
 
     def _is_start(self, record: EventRecord) -> bool:
@@ -159,6 +173,8 @@ class RunAccount:
         self.losses: dict[int, tuple[float, float]] = {}
         """Unix time and held-out loss of each evaluation, by the tokens of all islands."""
         self.commits: dict[tuple[int, tuple[str, ...]], Commit] = {}
+        self.stages: dict[int, str] = {}
+        """The stages that have begun, by number, as `2 of 3`."""
         self.known: set[str] = set()
         """Islands that have taken part in a committed round, also those whose records are elsewhere."""
         self.last_commit: tuple[tuple[str, ...], Commit] | None = None
@@ -181,10 +197,18 @@ class RunAccount:
         """Unix time of the last record of any island; 0 without one."""
         return max((each.times.last for each in self.islands.values()), default=0.0)
 
-    def add_incident(self, incident: Incident) -> None:
-        """Add an incident, unless it is known or there are too many."""
-        if len(self.incidents) < MAX_INCIDENTS:
+    def add_incident(self, incident: Incident, replaces: Incident | None = None) -> None:
+        """Add an incident, unless there are too many. `replaces`: one that this one explains."""
+        if replaces in self.incidents:
+            self.incidents[self.incidents.index(replaces)] = replace(incident, time=replaces.time)
+        elif len(self.incidents) < MAX_INCIDENTS:
             self.incidents.append(incident)
+
+    def add_stage(self, record: EventRecord) -> None:
+        """Add a stage of the run that an island has entered."""
+        told = record.text.partition(" from")[0]
+        if found := STAGE.match(told):
+            self.stages[int(found[1])] = told
 
     def add_eval(self, record: EvalRecord) -> None:
         """Add a held-out loss. All islands evaluate the same params, except with gossip."""
@@ -212,6 +236,22 @@ class RunAccount:
                 self.last_commit = record.participants, known
             if known.digest != record.digest:
                 self._disagree(record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})")
+
+    def find_slowest(self) -> str | None:
+        """Return the island for which the others waited longest in the newest rounds; None if they did not wait.
+
+        The others wait for the one that itself waits least.
+        """
+        waits_of: dict[Attempt, dict[str, float]] = {}
+        for name, island in self.islands.items():
+            for attempt, wait in island.waits:
+                waits_of.setdefault(attempt, {})[name] = wait
+        seconds: dict[str, float] = {}
+        for waits in waits_of.values():
+            least = min(waits, key=lambda name: waits[name])
+            seconds[least] = seconds.get(least, 0.0) + sum(waits.values()) - len(waits) * waits[least]
+        slowest = max(seconds, key=lambda name: seconds[name], default=None)
+        return slowest if slowest is not None and seconds[slowest] > 0 else None
 
     @property
     def disagreeing_rounds(self) -> list[int]:

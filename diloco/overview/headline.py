@@ -27,6 +27,8 @@ class Headline:
     is_trouble: bool
     round: int
     num_rounds: int | None
+    stage: str
+    """The newest stage of the run, as `2 of 3`; empty without stages, and in the first one."""
     heldout_loss: float | None
     loss_change: float | None
     """Difference of the held-out loss to the one `change_seconds` earlier."""
@@ -37,6 +39,8 @@ class Headline:
     islands_expected: int
     shares: Mapping[str, float]
     """Shares of the islands' time by activity; empty if not known."""
+    slowest: str | None
+    """The island for which the others waited longest in the newest rounds."""
     bytes_sent: int
     traffic_ratio: float | None
     """How many times as many bytes data-parallel training would have sent."""
@@ -64,12 +68,14 @@ def find_headline(account: RunAccount, plan: RunPlan, at: float) -> Headline:
         is_trouble=is_trouble,
         round=run.round,
         num_rounds=plan.num_rounds,
+        stage=account.stages[max(account.stages)] if account.stages else "",
         heldout_loss=run.heldout_loss,
         loss_change=loss_change,
         change_seconds=change_seconds,
         islands_in=len(names),
         islands_expected=len(find_expected(account, plan)),
         shares=find_shares(seconds),
+        slowest=account.find_slowest(),
         bytes_sent=run.bytes_sent,
         traffic_ratio=find_traffic_ratio(account, plan, run.bytes_sent),
         ends_in_seconds=left * max(pace) if left and pace and state in ("training", "waiting") else None,
@@ -141,9 +147,10 @@ def describe(line: Headline) -> str:
     words = [
         line.state,
         f"round {line.round}{of}",
+        f"stage {line.stage}" if line.stage else "",
         f"held-out {human_loss(line.heldout_loss)}{describe_change(line)}",
         f"{line.islands_in} of {line.islands_expected} islands",
-        describe_shares(line.shares),
+        describe_shares(line.shares, line.slowest),
         f"{human_bytes(line.bytes_sent)} sent" + (f", {line.traffic_ratio:.1f}x less" if line.traffic_ratio else ""),
         f"done in {human_duration(line.ends_in_seconds)}" if line.ends_in_seconds else "",
     ]
@@ -157,6 +164,8 @@ def describe_change(line: Headline) -> str:
     return f" ({line.loss_change:+.4f} in {human_duration(line.change_seconds)})"
 
 
-def describe_shares(shares: Mapping[str, float]) -> str:
-    """Return shares of time as text."""
-    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= LEAST_SHARE)
+def describe_shares(shares: Mapping[str, float], slowest: str | None) -> str:
+    """Return shares of time as text, with the island for which the others waited longest."""
+    notes = {"waiting": f" (most for {slowest})" if slowest else ""}
+    told = {name: f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= LEAST_SHARE}
+    return ", ".join(text + notes.get(name, "") for name, text in told.items())

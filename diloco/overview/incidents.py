@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diloco.formatting import one_line
 from diloco.overview.cures import CURES, find_cure
 from diloco.records.metrics import LOST, STARTED_AGAIN, EventRecord, RoundRecord
+from diloco.records.run_folder import natural_key
 
 DISAGREEMENT = "disagreement"
 DIED = "died"
@@ -22,6 +23,9 @@ SEVERITIES: Mapping[str, int] = {
 }
 """Kinds of incidents, and how bad each is: 4 is the worst, 1 is good to know."""
 MAX_CHARACTERS = 300
+MOST_NAMED = 4
+KEY = re.compile(r"\b[0-9a-f]{40,}\b")
+"""An island's public key, as in its address; its beginning names it."""
 DIGESTS = re.compile(r"\bdigest [0-9a-f]{8,}")
 """Found in the cause of an attempt in which islands voted for different states, and in no other."""
 
@@ -38,6 +42,14 @@ class Incident:
     cause: str
     count: int = 1
     """How often it happened, if several are told as one."""
+    others: frozenset[str] = frozenset()
+    """The islands of the others, if several are told as one."""
+
+    @property
+    def who(self) -> str:
+        """The islands that it happened to, as text."""
+        names = sorted({self.island, *self.others} - {""}, key=natural_key)
+        return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} islands"
 
     @property
     def severity(self) -> int:
@@ -62,10 +74,10 @@ def find_of_event(island: str, record: EventRecord) -> Incident | None:
         return None
     if is_end_of_run(record):
         return None
-    text = one_line(record.text)[:MAX_CHARACTERS]
+    text = KEY.sub(lambda found: f"{found[0][:8]}..", one_line(record.text))[:MAX_CHARACTERS]
     if record.name == LOST:
         lost, _, cause = text.partition(": ")
-        return Incident(time=record.time, island=lost, kind=LOST, cause=f"{island} lost it: {cause}")
+        return Incident(time=record.time, island=lost, kind=LOST, cause=f"{island} lost {lost}: {cause}")
     return Incident(time=record.time, island=island, kind=record.name, cause=text)
 
 

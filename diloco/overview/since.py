@@ -19,6 +19,8 @@ CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 LINES = 8
 """Most incidents that are listed as lines; the worst and newest."""
 ENDS = (DIED, "failed", "hung")
+JOINED_KINDS = (LOST, "refused")
+"""Incidents that are told as one, whatever their islands and causes."""
 NUMBERS = re.compile(r"\d+(?:\.\d+)?|\b[0-9a-f]{8,}\b")
 
 
@@ -48,16 +50,16 @@ def find_since(account: RunAccount, since: float) -> list[Incident]:
     """Return the incidents since a unix time, the worst first, of equally bad ones the newest first.
 
     Incidents of one island that differ in numbers only are told as one, with their count and the last cause. So
-    are all losses of one island.
+    are all losses, and all refusals.
     """
     alike: dict[tuple[str, str, str], Incident] = {}
     for incident in sorted(account.incidents, key=lambda each: each.time):
         if incident.time < since:
             continue
-        cause = "" if incident.kind == LOST else NUMBERS.sub("#", incident.cause)
-        key = (incident.island, incident.kind, cause)
-        count = alike[key].count if key in alike else 0
-        alike[key] = replace(incident, count=count + 1)
+        cause = "" if incident.kind in JOINED_KINDS else NUMBERS.sub("#", incident.cause)
+        key = ("" if incident.kind in JOINED_KINDS else incident.island, incident.kind, cause)
+        known = alike.get(key, replace(incident, count=0))
+        alike[key] = replace(incident, count=known.count + 1, others=known.others | {known.island})
     return sorted(alike.values(), key=lambda each: (-each.severity, -each.time))
 
 
@@ -107,7 +109,7 @@ def lines_since(account: RunAccount, since: float, at: float, most: int = LINES)
 
 def describe_incident(incident: Incident, at: float) -> str:
     """Return an incident as one line."""
-    who = f"{incident.island} " if incident.island else ""
+    who = f"{incident.who} " if incident.who else ""
     count = f" {incident.count}x, last" if incident.count > 1 else ""
     cause = f": {one_line(incident.cause)}" if incident.cause else ""
     return f"{describe_time(incident.time, at)} {who}{incident.kind}{count}{cause}. Cure: {incident.cure}."

@@ -21,7 +21,7 @@ OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
     *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb", "masters"),
     *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
-    *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public"),
+    *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public", "alerts"),
 }
 DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer", "shards"}
 """Keys of an island that say where the text of `data` is, and how it is read."""

@@ -2,7 +2,8 @@
 have seen once, one after another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import Disturbances
 from diloco.network_emulation.namespaces import check_possible
+from diloco.network_emulation.nat import check_nat_possible
 from diloco.records.run_folder import read_run
 from diloco.rehearsal.one_by_one import OneByOne
 from diloco.rehearsal.table import print_rehearsal
@@ -28,11 +30,15 @@ def rehearse(path: Path, overrides: list[str]) -> int:
     Return exit status 0 if the others committed again after every fault, every island came back and
     all digests are equal; 1 if not; 130 if interrupted. Raises ConfigError and InputError.
     """
-    config = in_the_small(load_own_config(path, overrides))
+    given = load_own_config(path, overrides)
+    config = in_the_small(given)
     console = Console()
-    faults = list(planned_faults(config, can_cut=_can_cut()))
+    # The last island is put behind a NAT, so that the others reach it through a relay alone.
+    can_hide = uses_relays(given) and _is_possible(partial(check_nat_possible, "a relay"))
+    hidden = (len(config.islands) - 1,) if can_hide else ()
+    faults = list(planned_faults(config, can_cut=_is_possible(check_possible), has_relays=bool(hidden)))
     console.print(f"{len(faults)} faults, one after another, each when all islands train again", soft_wrap=True)
-    disturbances = Disturbances(faults=tuple(faults))
+    disturbances = Disturbances(faults=tuple(faults), nat=hidden)
     status, run_dir = simulate_config(config, console, disturbances=disturbances, injector=OneByOne)
     if status == INTERRUPTED:
         return status
@@ -70,7 +76,13 @@ def in_the_small(config: Config) -> Config:
     return Config.model_validate(values)
 
 
-def planned_faults(config: Config, *, can_cut: bool) -> Iterator[str]:
+def uses_relays(config: Config) -> bool:
+    """Return whether islands of the config are reached through a relay."""
+    islands = map(config.for_island, range(len(config.islands)))
+    return config.outer.network.has_routes and (bool(config.island.relays) or any(each.relays for each in islands))
+
+
+def planned_faults(config: Config, *, can_cut: bool, has_relays: bool = False) -> Iterator[str]:
     """Yield the faults of a rehearsal in their order, as `--fault` takes them."""
     last = len(config.islands) - 1
     if config.for_island(last).ranks > 1:
@@ -82,15 +94,18 @@ def planned_faults(config: Config, *, can_cut: bool) -> Iterator[str]:
     yield "kill:0@second=0,back=1"
     if config.outer.network.leaves_process:
         yield "kill:bootstrap@second=0,back=1"
+    if has_relays:
+        yield "kill:relay0@second=0,back=1"
     if can_cut:
         yield f"cut:{last}@second=0,seconds=8"
+    yield f"kill:{'+'.join(map(str, range(last + 1)))}@second=0,back=1"
     yield "join:@second=0"
 
 
-def _can_cut() -> bool:
-    """Return whether this machine and user can cut links between islands."""
+def _is_possible(check: Callable[[], None]) -> bool:
+    """Return whether this machine and user can do what `check` checks."""
     try:
-        check_possible()
+        check()
     except ConfigError:
         return False
     return True

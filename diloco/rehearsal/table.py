@@ -26,6 +26,8 @@ class Outcome:
     """The islands that it hit, or that joined. None if it hit the bootstrap process."""
     others: float | None
     """From the fault to the next commit of an island that it did not hit."""
+    hits_all: bool
+    """Whether it hit all islands that were in the run."""
     itself: float | None
     """From the fault's end (or the fault, if it has none) to the next commit of an island that it hit."""
     aborted: int
@@ -39,7 +41,7 @@ class Outcome:
         if self.apart and self.fault.kind != "cut":
             return False
         is_back = self.itself is not None or not self.hit or self.fault.kind not in RETURNS
-        return self.others is not None and is_back
+        return (self.others is not None or self.hits_all) and is_back
 
 
 def print_rehearsal(run: RunRecords, console: Console) -> bool:
@@ -70,12 +72,14 @@ def _outcome(run: RunRecords, fault: FaultRecord, until: float) -> Outcome:
     ends = [each.time for each in run.faults if each.is_end and fault.time <= each.time < until]
     names = fault.islands if fault.kind != "join" else tuple(island.name for island in run.islands[-1:])
     hit = [island for island in run.islands if island.name in names]
-    others = [island for island in run.islands if island.name not in names] or run.islands
+    present = [island for island in run.islands if island.all and island.all[0].time < fault.time]
+    others = [island for island in present if island.name not in names]
     within = [record for island in run.islands for record in island.rounds if fault.time < record.time < until]
     return Outcome(
         fault=fault,
         hit=tuple(island.name for island in hit),
         others=_seconds_to_commit(others, fault.time),
+        hits_all=not others,
         itself=_seconds_to_commit(hit, max(ends, default=fault.time)),
         aborted=len({(record.round, record.attempt) for record in within if not record.committed}),
         apart=len(_differing_rounds(within)),

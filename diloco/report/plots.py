@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from diloco.formatting import human_bytes, human_count
+from diloco.overview.overview import account_of
 from diloco.overview.traffic import data_parallel_bytes_per_step
-from diloco.records.metrics import EvalRecord, StepRecord
+from diloco.records.metrics import EvalRecord, RoundRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
 from diloco.report.style import ISLAND_COLORS, REFERENCE, WRONG, new_axes, plot_style, save
 from diloco.report.timeline import draw_timeline
@@ -70,6 +71,7 @@ def draw_training_loss(run: RunRecords, path: Path) -> str | None:
     """Draw each island's training loss against its inner steps, both raw and smoothed."""
     baseline = [run.baseline] if run.baseline else []
     series = [*run.islands, *baseline]
+    absences = find_absences(run)
     if not any(loss_points(island.steps) for island in series):
         return "No inner step with a loss has been recorded yet."
     figure, axes = new_axes("Training loss of each island", "inner step", "loss, nats per token")
@@ -79,7 +81,8 @@ def draw_training_loss(run: RunRecords, path: Path) -> str | None:
     for index, island in enumerate(series):
         is_baseline = island is run.baseline
         color = REFERENCE if is_baseline else ISLAND_COLORS[index % len(ISLAND_COLORS)]
-        draw_loss_line(axes, island, color, "--" if is_baseline or index >= len(ISLAND_COLORS) else "-")
+        style = "--" if is_baseline or index >= len(ISLAND_COLORS) else "-"
+        draw_loss_line(axes, island, color, style, absences.get(island.name, ()))
     axes.legend()
     return save(figure, path)
 
@@ -101,18 +104,25 @@ def draw_loss_of_many(axes: Axes, islands: Sequence[IslandRecords]) -> None:
     axes.plot(steps, medians, color=ISLAND_COLORS[0], linewidth=2.4, label=label)
 
 
-def draw_loss_line(axes: Axes, island: IslandRecords, color: str, linestyle: str) -> None:
-    """Draw one island's raw and smoothed loss, with a cross at each skipped step."""
+def draw_loss_line(
+    axes: Axes, island: IslandRecords, color: str, linestyle: str, absences: Sequence[float] = ()
+) -> None:
+    """Draw one island's raw and smoothed loss, with a cross at each skipped step.
+
+    The lines end where an absence begins, and go on after it. `absences`: their unix times.
+    """
     points = loss_points(island.steps)
     if not points:
         return
     steps, losses = zip(*points, strict=True)
     smooth = moving_average(losses, len(losses) // 80)
+    gaps = find_gaps([step.time for step in loss_steps(island.steps)], absences)
     if len(points) >= 40:
-        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(with_gaps(steps, gaps), with_gaps(losses, gaps), color=color, alpha=0.25, linewidth=0.8)
     marker = "o" if len(points) < 40 else None
     line = {"color": color, "linestyle": linestyle, "linewidth": 1.8, "marker": marker, "markersize": 3}
-    axes.plot(steps, smooth, label=f"{island.name}  {smooth[-1]:.3f}", **line)
+    label = f"{island.name}  {smooth[-1]:.3f}"
+    axes.plot(with_gaps(steps, gaps), with_gaps(smooth, gaps), label=label, **line)
     skipped = [record.step for record in island.steps if record.skipped]
     if skipped:
         heights = [smooth[min(bisect.bisect(steps, step), len(smooth) - 1)] for step in skipped]
@@ -130,7 +140,7 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
     if len(curves) > MAX_NAMED_ISLANDS:
         draw_bytes_of_many(axes, [curve for _, curve in curves])
     else:
-        draw_bytes_by_island(axes, curves)
+        draw_bytes_by_island(axes, curves, find_absences(run))
     if run.facts and run.num_islands > 1:
         draw_data_parallel_bytes(axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1]))
     axes.set_yscale("log")
@@ -143,15 +153,21 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
     return save(figure, path)
 
 
-def draw_bytes_by_island(axes: Axes, curves: Sequence[tuple[IslandRecords, list[tuple[int, int]]]]) -> None:
-    """Draw a line with a name for each island."""
+def draw_bytes_by_island(
+    axes: Axes,
+    curves: Sequence[tuple[IslandRecords, list[tuple[int, int]]]],
+    absences: Mapping[str, Sequence[float]],
+) -> None:
+    """Draw a line with a name for each island, with a gap at each absence."""
     for index, (island, curve) in enumerate(curves):
         # Islands often send the same amount, so later lines are thinner to keep all of them visible.
         width = max(4.5 - 1.5 * index, 1.2)
         label = f"{island.name}  {human_bytes(curve[-1][1])}"
         marker = "o" if len(curve) <= 30 else None
         line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": marker}
-        axes.plot(*zip(*curve, strict=True), drawstyle="steps-post", markersize=width + 1, label=label, **line)
+        gaps = find_gaps([record.time for record in sending_rounds(island)], absences.get(island.name, ()))
+        steps, sent = (with_gaps(values, gaps) for values in zip(*curve, strict=True))
+        axes.plot(steps, sent, drawstyle="steps-post", markersize=width + 1, label=label, **line)
 
 
 def draw_bytes_of_many(axes: Axes, curves: Sequence[list[tuple[int, int]]]) -> None:
@@ -186,10 +202,36 @@ def eval_curve(evals: Sequence[EvalRecord]) -> list[tuple[int, float]]:
     return sorted(by_round.values())
 
 
+def loss_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the steps with a loss that were not skipped, thinned to at most MAX_POINTS."""
+    made = [step for step in steps if step.loss is not None and not step.skipped]
+    return made[:: math.ceil(len(made) / MAX_POINTS) or 1]
+
+
 def loss_points(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """Return (step, loss) of the steps that were not skipped, thinned to at most MAX_POINTS."""
-    points = [(s.step, s.loss) for s in steps if s.loss is not None and not s.skipped]
-    return points[:: math.ceil(len(points) / MAX_POINTS) or 1]
+    """Return (step, loss) of `loss_steps`."""
+    return [(step.step, step.loss) for step in loss_steps(steps) if step.loss is not None]
+
+
+def find_absences(run: RunRecords) -> dict[str, list[float]]:
+    """Return by island the unix times at which it went away."""
+    return {name: [each.begin for each in island.absences] for name, island in account_of(run).islands.items()}
+
+
+def find_gaps(times: Sequence[float], absences: Sequence[float]) -> set[int]:
+    """Return the positions of the points before which a line is interrupted. `times`: of its points, in order."""
+    return {bisect.bisect(times, begin) for begin in absences} - {0, len(times)}
+
+
+def with_gaps(values: Sequence[float], gaps: set[int]) -> list[float]:
+    """Return the values with a NaN, which is not drawn, before those at the positions `gaps`."""
+    return [each for place, value in enumerate(values) for each in ([math.nan] * (place in gaps) + [value])]
+
+
+def sending_rounds(island: IslandRecords) -> list[RoundRecord]:
+    """Return the attempts after the first one in which the island sent anything."""
+    first = next((place for place, record in enumerate(island.rounds) if record.bytes_sent), len(island.rounds))
+    return island.rounds[first:]
 
 
 def bytes_curve(island: IslandRecords) -> list[tuple[int, int]]:
@@ -234,7 +276,7 @@ PLOTS = (
     Plot(
         "timeline",
         "Timeline",
-        "White is all other time: evaluation, applying the outer step, start-up.",
+        "White is other time: start-up, applying the outer step. A dashed frame is an absence.",
         draw_timeline,
     ),
 )

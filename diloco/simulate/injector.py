@@ -161,16 +161,17 @@ class FaultInjector:
     def _kill(self, fault: Fault) -> str:
         if fault.part is not None and not self._find_process(fault):
             return f"nothing was done: {fault.part} is not running"
-        child = self._mark_as_ending(fault)
+        children = [self._mark_as_ending(fault, target) for target in fault.targets]
+        names = ", ".join(child.name for child in children)
         if fault.part is None:
-            kill([child])
-            return f"killed {child.name}"
+            kill(children)
+            return f"killed {names}"
         # Only this process is killed. The island's other processes must detect the loss themselves.
         self._signal(fault, signal.SIGKILL)
-        return f"killed {fault.part} of {child.name}"
+        return f"killed {fault.part} of {names}"
 
     def _leave(self, fault: Fault) -> str:
-        child = self._mark_as_ending(fault)
+        child = self._mark_as_ending(fault, fault.targets[0])
         terminate(child)
         return f"asked {child.name} to leave"
 
@@ -221,7 +222,7 @@ class FaultInjector:
         """
         target = fault.targets[0]
         if fault.kind == "kill":
-            self._mark_as_ending(fault)
+            self._mark_as_ending(fault, target)
         elif fault.kind == "freeze":
             self._schedule_wake_up(fault, done_path(self._folder(target), fault).stat().st_mtime)
         where = f" in phase {fault.phase!r}" if fault.phase else "" if fault.has_trigger else " from the start"
@@ -232,9 +233,8 @@ class FaultInjector:
         assert child is not None, f"{target} was never started"
         return child
 
-    def _mark_as_ending(self, fault: Fault) -> Child:
-        """Mark the target's process as ended by the fault, schedule its restart if it comes back, and return it."""
-        target = fault.targets[0]
+    def _mark_as_ending(self, fault: Fault, target: Target) -> Child:
+        """Mark a target's process as ended by the fault, schedule its restart if it comes back, and return it."""
         child = self._started_child(target)
         self._ended_by_fault.add(child.mark)
         self._frozen.discard(target)

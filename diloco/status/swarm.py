@@ -13,6 +13,7 @@ from diloco.records.run_folder import natural_key
 from diloco.status.reply import CALL, IslandStatus, read_figures
 from diloco.status.run_status import RunStatus, SeenIsland
 from diloco.swarm.visit import (
+    RECORDS_SECONDS,
     LocalIsland,
     describe_silence,
     find_members,
@@ -20,6 +21,7 @@ from diloco.swarm.visit import (
     open_run_network,
     resolve_visitor,
 )
+from diloco.watchdog.life_signs import life_signs
 from outer.connect.settings import Network
 from outer.errors import MessageError, OuterError, first_line
 from outer.membership.base import Member
@@ -50,14 +52,19 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
 async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> RunStatus:
     """Ask all islands of a run at once. Silent islands delay the result by at most CALL_SECONDS."""
     run = parse_swarm_config(info.config_text)
-    islands: list[SeenIsland] = []
-    if info.islands:
-        async with open_run_network(local, address, run, info) as network:
-            members = await find_members(network, info)
-            names = sorted({*info.islands, *members}, key=natural_key)
-            asked = [ask_island(local, run, network, each, members.get(each)) for each in names]
-            islands = list(await asyncio.gather(*asked))
+    seconds = RECORDS_SECONDS + CALL_SECONDS
+    with life_signs(f"asking the {len(info.islands)} islands of {name}, for at most {seconds:g} s"):
+        islands = await ask_islands(local, address, run, info) if info.islands else []
     return RunStatus(name, address, run.hash, islands, run.total_steps, run.outer.num_rounds)
+
+
+async def ask_islands(local: LocalIsland, address: str, run: RunConfig, info: RunInfo) -> list[SeenIsland]:
+    """Ask the listed islands of a run, and those that have records, at once."""
+    async with open_run_network(local, address, run, info) as network:
+        members = await find_members(network, info)
+        names = sorted({*info.islands, *members}, key=natural_key)
+        asked = [ask_island(local, run, network, each, members.get(each)) for each in names]
+        return list(await asyncio.gather(*asked))
 
 
 async def ask_island(

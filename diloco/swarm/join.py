@@ -13,6 +13,7 @@ from diloco.config.schema import Config, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.runtime.devices.choice import check_device
 from diloco.runtime.processes import become_island
+from diloco.watchdog.life_signs import life_signs
 from inner.files import make_folder, write_atomically
 
 CONNECT_SECONDS = 30.0
@@ -81,7 +82,7 @@ def fetch_run_config(
     address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
 ) -> tuple[str, set[str]]:
     """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
-    from diloco.swarm.visit import choose_run, said_to_wait
+    from diloco.swarm.visit import choose_run
     from outer.connect.meeting import find_runs
     from outer.membership.records import RunInfo
     from outer.network.event_loop import EventLoopThread
@@ -91,7 +92,7 @@ def fetch_run_config(
     loop = EventLoopThread()
 
     async def find() -> Mapping[str, RunInfo]:
-        async with said_to_wait(f"waiting for an answer of {address}", CONNECT_SECONDS):
+        with life_signs(f"waiting for an answer of {address}, for at most {CONNECT_SECONDS:g} s"):
             return await find_runs(address, CONNECT_SECONDS, key, proxy, run_name)
 
     try:

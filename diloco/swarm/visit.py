@@ -5,7 +5,6 @@ The visitor announces no record, so the swarm does not count it as an island.
 
 import asyncio
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 from diloco.config.schema import Config, IslandConfig, RunConfig, parse_config
 from diloco.errors import ConfigError
+from diloco.watchdog.life_signs import life_signs
 from outer.config import NETWORKS, NetworkFacts
 from outer.connect.meeting import find_runs
 from outer.connect.opening import open_network
@@ -28,8 +28,6 @@ from outer.network.run_key import RunKey, load_run_key
 
 CONNECT_SECONDS = 10.0
 """Longest wait for a swarm that does not answer."""
-SILENT_SECONDS = 2.0
-"""After so long a command says what it waits for."""
 RECORDS_SECONDS = 5.0
 """Longest wait for the records of the islands that the swarm has listed."""
 CLOSE_SECONDS = 0.05
@@ -130,26 +128,8 @@ def load_usable_key(island: IslandConfig) -> RunKey | None:
 async def find_runs_at(local: LocalIsland, address: str, run_name: str | None) -> Mapping[str, RunInfo]:
     """Return the runs at an address by name, or only the named one. Raises InputError or OuterError."""
     key = load_usable_key(local.island)
-    async with said_to_wait(f"waiting for an answer of {address}", local.connect_seconds):
+    with life_signs(f"waiting for an answer of {address}, for at most {local.connect_seconds:g} s"):
         return await find_runs(address, local.connect_seconds, key, local.island.proxy, run_name)
-
-
-@asynccontextmanager
-async def said_to_wait(what: str, most_seconds: float) -> AsyncIterator[None]:
-    """Write `what` to stderr if the body takes longer than SILENT_SECONDS, so that a user sees that
-    the command is alive and how long it may take.
-    """
-    told = asyncio.create_task(_write_later(f"{what}, for at most {most_seconds:g} s\n"))
-    try:
-        yield
-    finally:
-        told.cancel()
-
-
-async def _write_later(line: str) -> None:
-    await asyncio.sleep(SILENT_SECONDS)
-    sys.stderr.write(line)
-    sys.stderr.flush()
 
 
 async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:

@@ -16,6 +16,7 @@ from diloco.virtual.island import Seat
 from diloco.virtual.network import VirtualNetwork
 from diloco.virtual.stand_in import build_stand_in
 from diloco.virtual.world import SharedWork, World
+from diloco.watchdog.life_signs import life_signs
 from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
 from outer.network.messages import sharing
@@ -24,6 +25,8 @@ from outer.transports.loopback import Hub
 MOST_PERIODS = 20
 MOST_SECONDS = 3600.0
 """A run is given up after MOST_PERIODS times the time of its inner steps, plus MOST_SECONDS."""
+MOST_SHARE = 0.99
+"""The run is told to be nearly over when its inner steps alone would be."""
 MOST_MEASURED = 64
 SAMPLED = 16
 """With more than MOST_MEASURED islands, processor time is measured in one of SAMPLED actions
@@ -98,7 +101,10 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
         for index in range(run.num_islands):
             fleet.start(seat_of(index), joins=False)
         faults = VirtualFaults(fleet, run.faults, run.storm, seat_of)
-        with sharing(SharedWork(world)):
+        what = f"simulating {run.num_islands} islands in virtual time"
+        # Without the network and faults the run would take so long.
+        least_seconds = outer.rounds * outer.inner_steps * slowest
+        with sharing(SharedWork(world)), life_signs(what, lambda: min(world.now / least_seconds, MOST_SHARE)):
             world.run(lambda: faults.is_over)
         fleet.watch()
     finally:

@@ -18,6 +18,7 @@ from diloco.formatting import human_bytes, human_count, human_seconds
 from diloco.planning.mesh.picture import print_section, print_text
 from diloco.planning.mesh.step_plan import StepPlan
 from diloco.planning.mesh.traffic import plain_table
+from diloco.watchdog.life_signs import life_signs
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.traffic.expected import expected_traffic
 from inner.measure.traffic.rows import SCALARS, TrafficRow, merge_axes
@@ -69,9 +70,10 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     """
     plan = replace(plan, device_type="cuda")
     num_ranks = plan.work.degrees.num_ranks
-    reports = []
-    for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
-        with console.status(f"dry run of rank {rank} of {num_ranks}"):
+    reports: list[RankReport] = []
+    ranks = sorted({0, num_ranks // 2, num_ranks - 1})
+    with life_signs(f"dry run of ranks {', '.join(map(str, ranks))}", lambda: len(reports) / len(ranks)):
+        for rank in ranks:
             reports.append(_report(run, island, plan, rank))
     seconds = human_seconds(max(report.done.seconds for report in reports))
     print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} per rank)", _table(reports))

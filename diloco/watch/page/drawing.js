@@ -34,7 +34,8 @@ function countUntil(rows, t) {
 const charts = {};
 // Draws a chart; each line is { label, color, width, points: [[x, y], ...] }. A y of null is a gap. `look` of the y axis:
 // linear, log, or zoom, which leaves out what only the first fifth of the x axis shows. Without a point the panel is hidden.
-function drawChart(id, lines, xText, yText, look = "linear") {
+// `marks` are [x, text] of vertical lines.
+function drawChart(id, lines, xText, yText, look = "linear", marks = []) {
   const place = byId(id), shown = lines.filter((line) => line.points.some((p) => p[1] !== null));
   place.closest("section").hidden = !shown.length;
   if (!shown.length) {
@@ -47,19 +48,40 @@ function drawChart(id, lines, xText, yText, look = "linear") {
   const key = JSON.stringify([place.clientWidth, dark, look, xText.name, shown.map((line) => line.label)]);
   // Mode 2 widens a gap to the line's own neighbouring points: other lines have points within it.
   const data = uPlot.join(shown.map((line) => [line.points.map((p) => p[0]), line.points.map((p) => p[1])]), shown.map(() => [1, 2]));
-  if (charts[id]?.key === key) { charts[id].lines = shown; charts[id].plot.setData(data); return; }
+  if (charts[id]?.key === key) { Object.assign(charts[id], { lines: shown, marks }).plot.setData(data); return; }
   charts[id]?.plot.destroy();
   place.replaceChildren();
   const axis = { stroke: css("--grey"), grid: { stroke: css("--faint"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
-  const made = charts[id] = { key, lines: shown, title: place.closest("section").querySelector("h2").firstChild.textContent.trim() };
+  const made = charts[id] = { key, lines: shown, marks, title: place.closest("section").querySelector("h2").firstChild.textContent.trim() };
   const y = look === "log" ? { distr: 3 } : look === "zoom" ? { range: () => zoomOf(made.lines) } : {};
   const options = {
     width: Math.max(200, place.clientWidth), height: 260, legend: { show: shown.length <= 9, live: false },
-    cursor: { drag: { x: true, y: false } }, scales: { x: { time: false }, y },
-    axes: [{ ...axis, values: (_, ticks) => ticks.map((v) => (v === null ? "" : xText(v))), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : yText(v))) }],
+    cursor: { drag: { x: true, y: false } }, hooks: { draw: [(plot) => drawMarks(plot, made.marks)] }, scales: { x: { time: false }, y },
+    axes: [{ ...axis, values: (_, ticks) => ticks.map((v) => (v === null ? "" : xText(v))), space: 90 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : yText(v))) }],
     series: [{}, ...shown.map((line) => ({ label: line.label, stroke: line.color, width: line.width, dash: line.dash, spanGaps: false, points: { show: line.width > 2 && line.points.length < 40 } }))],
   };
   made.plot = new uPlot(options, data, place);
+}
+
+// Draws a dashed vertical line with its text at each mark within the plot.
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot, scale = devicePixelRatio || 1;
+  ctx.save();
+  ctx.strokeStyle = ctx.fillStyle = css("--grey");
+  ctx.lineWidth = scale;
+  ctx.font = `${12 * scale}px system-ui`;
+  ctx.textBaseline = "top";
+  ctx.textAlign = "left";
+  ctx.setLineDash([4 * scale, 4 * scale]);
+  for (const [value, text] of marks) {
+    const x = plot.valToPos(value, "x", true);
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.fillText(text, x + 4 * scale, bbox.top + 2 * scale);
+  }
+  ctx.restore();
 }
 
 // Returns the range of the values after the first fifth of the x axis.
@@ -131,7 +153,7 @@ function drawGantt(names, islands, faults, start, end, first) {
     }
   });
   draw.fillStyle = css("--grey");
-  const ticks = width < 500 ? 3 : 6;
+  const ticks = width < 500 ? 2 : 6;
   for (let i = 0; i <= ticks; i++) {
     draw.textAlign = i === ticks ? "right" : i ? "center" : "left";
     draw.fillText(duration(start - first + span * i / ticks), at(start + span * i / ticks), height - 8);

@@ -43,6 +43,16 @@ function overlayOf(which) {
   return [{ label: name, color: css("--grey"), width: 2, dash: [6, 4], points: rows.map((r) => [r[field], r[2]]) }];
 }
 
+// Returns [x, text] of the moment at which the first island entered each stage of the run after the first one.
+function stageMarks(t, x) {
+  const begun = new Map();
+  for (const name of names()) for (const e of run.islands[name].events) {
+    const number = e[1] === "stage" && e[0] <= t ? parseInt(e[2]) : NaN;
+    if (number > 1 && !(begun.get(number) <= e[0])) begun.set(number, e[0]);
+  }
+  return [...begun].map(([number, time]) => [x(time), `stage ${number}`]).filter((mark) => mark[0] !== null);
+}
+
 function drawLosses(t) {
   const held = new Map(), which = byId("loss-x").value, width = Number(byId("loss-smooth").value);
   for (const name of names()) for (const r of run.islands[name].evals) if (r[0] <= t && r[2] !== null && !held.has(r[1])) held.set(r[1], r);
@@ -53,7 +63,7 @@ function drawLosses(t) {
   });
   const thick = { label: "held-out", color: css("--ink"), width: 3, points: evals.map((r) => [which === "tokens" ? r[1] : x(r[0]), r[2]]) };
   const text = which === "time" ? duration : (v) => human(v, which === "bytes" ? "B" : "");
-  drawChart("loss", [...lines, ...overlayOf(which), thick], text, (v) => v.toFixed(2), byId("loss-y").value);
+  drawChart("loss", [...lines, ...overlayOf(which), thick], text, (v) => v.toFixed(2), byId("loss-y").value, stageMarks(t, x));
 }
 
 async function takeOther() {

@@ -2,6 +2,8 @@
 // figures (diloco/overview/); an incident is [time, island, kind, severity, cause, cure].
 "use strict";
 const VISITS = "diloco watch: last visit of ";
+const SHOWN = 7;  // More would push the cards and the losses off the first screen.
+const JOINED_KINDS = ["lost", "refused"];  // As in diloco/overview/since.py.
 const ENDED = ["died", "failed", "hung"], STARTED = ["joined", "started", "started again", "resumed", "caught up"];
 let lastVisit = null;
 
@@ -22,12 +24,13 @@ function sinceTime(end) {
   return which === "0" ? first : end - Number(which);
 }
 
-// Returns incidents of one kind, island and cause as one, with their number; the worst first, then the newest.
+// Returns incidents of one kind, island and cause as one, with their number and islands; the worst first, then the newest.
 function joinIncidents(rows) {
   const alike = new Map();
   for (const row of [...rows].sort((a, b) => a[0] - b[0])) {
-    const key = JSON.stringify([row[1], row[2], row[2] === "lost" ? "" : row[4].replace(/\b[0-9a-f]{8,}\b|\d+(\.\d+)?/g, "#")]);
-    alike.set(key, { row, count: (alike.get(key)?.count ?? 0) + 1 });
+    const isJoined = JOINED_KINDS.includes(row[2]), cause = row[4].replace(/\b[0-9a-f]{8,}\b|\d+(\.\d+)?/g, "#");
+    const key = JSON.stringify(isJoined ? [row[2]] : [row[1], row[2], cause]), known = alike.get(key);
+    alike.set(key, { row, count: (known?.count ?? 0) + 1, islands: (known?.islands ?? new Set()).add(row[1]) });
   }
   return [...alike.values()].sort((a, b) => b.row[3] - a.row[3] || b.row[0] - a.row[0]);
 }
@@ -59,13 +62,14 @@ function drawOverview(t) {
   const begin = sinceTime(Math.min(t, last)), rows = run.incidents.filter((r) => r[0] >= begin && r[0] <= t);
   byId("since-text").textContent = ` (${clock(begin)}): ${summaryOf(rows, begin)}`;
   const joined = joinIncidents(rows);
-  byId("incidents").replaceChildren(...joined.slice(0, 12).map(({ row, count }) => {
+  byId("incidents").replaceChildren(...joined.slice(0, SHOWN).map(({ row, count, islands }) => {
     const item = make("li", undefined, row[3] >= 3 ? "bad" : row[3] === 1 ? "good" : "");
-    const what = `${row[1] || "run"} ${row[2]}${count > 1 ? ` ${count}×, last` : ""}`;
+    const who = islands.size > 4 ? `${islands.size} islands` : [...islands].sort().join(", ");
+    const what = `${who || "run"} ${row[2]}${count > 1 ? ` ${count}×, last` : ""}`;
     item.append(make("time", clock(row[0])), make("b", what), make("span", row[4]), make("i", row[5]));
     return item;
   }));
-  byId("more-incidents").textContent = joined.length > 12 ? `and ${joined.length - 12} more below, in "What happened"` : "";
+  byId("more-incidents").textContent = joined.length > SHOWN ? `and ${joined.length - SHOWN} more below, in "What happened"` : "";
   byId("past").hidden = chosen === null;
 }
 

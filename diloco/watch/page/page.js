@@ -34,7 +34,10 @@ function stateOf(name, t) {
   const present = until(rows.presence, t), isAway = present && !present[1];
   if (!newest) return isAway ? ["no answer", true, present[2]] : ["not started", false];
   const ago = duration(t - newest);
-  if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ENDED.includes(event[1])];
+  if (event && event[3] && event[0] >= newest) {
+    const now = chosen === null && !byId("saved-run") ? Date.now() / 1000 : t;
+    return [`${event[1]} ${duration(now - event[0])} ago`, ENDED.includes(event[1])];
+  }
   if (isAway && present[0] > newest) return [`no answer for ${ago}`, true, present[2]];
   const losers = losersOf(name, newest, t);
   if (losers.length) return [`silent for ${ago}, lost to ${losers.join(", ")}`, true];
@@ -141,7 +144,7 @@ function drawRounds(attempts) {
   const counts = new Map();
   for (const attempt of attempts) { const who = lastToCome(attempt).split(" (")[0]; if (who) counts.set(who, (counts.get(who) ?? 0) + 1); }
   const told = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${name} ${n}×`);
-  byId("waited").textContent = told.length ? `Slowest island per round, in the rounds shown: ${told.join(", ")}.` : "No island kept the others waiting.";
+  byId("waited").textContent = told.length ? `Slowest island per round: ${told.join(", ")}.` : "No island kept the others waiting.";
 }
 
 function drawHappened(t) {
@@ -176,8 +179,9 @@ function drawSources(t) {
 
 function draw() {
   if (!run) return;
-  // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run.
-  const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
+  // A run whose last record is minutes old is over: its state at that record is shown, instead of a silent run. So is a
+  // saved page's.
+  const now = Date.now() / 1000, isOver = now - last >= 600 || byId("saved-run"), t = chosen ?? (isOver ? last : Math.max(now, last));
   const attempts = findAttempts(t);
   drawOverview(t); drawCards(t); drawLosses(t); drawBytes(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawExperts(t); drawTraffic(t); drawRanks(t); drawPrediction(t); if (typeof drawControl === "function") drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);

@@ -22,8 +22,8 @@ function drawGradients(t) {
   drawChart("norms", [...roundLines(t, 13), meanLine(t)], duration, short);
   drawChart("cosines", roundLines(t, 15), duration, (v) => v.toFixed(2));
   const noise = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
-    points: run.islands[name].steps.slice(0, countUntil(run.islands[name].steps, t)).filter((r) => r[5] !== null).map((r) => [r[0] - first, r[5]]) }));
-  const hasNoise = noise.some((line) => line.points.length);
+    points: withGaps(name, run.islands[name].steps.slice(0, countUntil(run.islands[name].steps, t)).filter((r) => r[5] !== null).map((r) => [r[0] - first, r[5]]), t) }));
+  const hasNoise = noise.some((line) => line.points.some((p) => p[1] !== null));
   byId("noise").parentElement.hidden = !hasNoise;
   if (hasNoise) drawChart("noise", noise, duration, (v) => human(v));
 }
@@ -31,8 +31,8 @@ function drawGradients(t) {
 // The load of an expert is its tokens divided by the mean over the experts of its layer: 1 at balance.
 function drawExperts(t) {
   const worst = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
-    points: run.islands[name].experts.slice(0, countUntil(run.islands[name].experts, t)).map((r) => [r[0] - first, Math.max(...Object.values(r[1]))]) }));
-  const hasExperts = worst.some((line) => line.points.length);
+    points: withGaps(name, run.islands[name].experts.slice(0, countUntil(run.islands[name].experts, t)).map((r) => [r[0] - first, Math.max(...Object.values(r[1]))]), t) }));
+  const hasExperts = worst.some((line) => line.points.some((p) => p[1] !== null));
   for (const id of ["loads", "layers"]) byId(id).parentElement.hidden = !hasExperts;
   if (!hasExperts) return;
   drawChart("loads", worst, duration, (v) => v.toFixed(1));

@@ -49,10 +49,11 @@ function difference() {
 
 function drawPrediction(t) {
   const lines = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
-    points: run.islands[name].pace.slice(0, countUntil(run.islands[name].pace, t)).filter((r) => r[4] !== null).map((r) => [r[0] - first, r[4]]) }));
+    points: run.islands[name].pace.slice(0, countUntil(run.islands[name].pace, t)).filter((r) => r[4] !== null).map((r) => [r[0] - first, r[4]]) }))
+    .map((line) => ({ ...line, points: withGaps(line.label, line.points, t) }));
   const known = predicted && !predicted.unknown, ends = lines.flatMap((line) => line.points.map((p) => p[0])), level = (label, value, dash) => (
     { label, color: css("--grey"), width: 2, dash, points: ends.length ? [[Math.min(...ends), value], [Math.max(...ends), value]] : [] });
-  const levels = known ? [level("link", predicted.link_rate, []), ...(predicted.reduce_rate ? [level("predicted", predicted.reduce_rate, [6, 4])] : [])] : [];
+  const levels = known ? [level("link (solid)", predicted.link_rate, []), ...(predicted.reduce_rate ? [level("predicted (dashed)", predicted.reduce_rate, [6, 4])] : [])] : [];
   drawChart("rates", [...lines, ...levels], duration, (v) => human(v));
   const place = byId("predicted");
   if (!known) { place.replaceChildren(make("p", predicted ? `No prediction: ${predicted.unknown}.` : "It is being computed.", "empty")); return; }

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from diloco.launch_files.write import ClusterOptions, Target, write_launch_files
 ADDRESS = "203.0.113.7:31337"
 OPTIONS = ClusterOptions(ADDRESS, image="example.org/diloco:1")
 CONFIG = """
+# A comment that stays.
 name: Two_clusters
 model: {preset: 1m}
 data: {source: files, paths: [text], seq_len: 256}
@@ -58,7 +60,8 @@ def pod_of(path: Path) -> dict[str, Any]:
 def test_every_target_gets_the_config_of_the_run_and_a_file_for_each_island(target: Target, config: Path) -> None:
     written = write(target, config, "outer.codec=int4")
     assert [path.stem for path in written] == ["island-0", "island-1"] and all(path.is_file() for path in written)
-    assert load_config(config.parent / "out/run.yaml").run.hash == load_config(config, ["outer.codec=int4"]).run.hash
+    assert (config.parent / "out/run.yaml").read_text().endswith(CONFIG)
+    assert all("outer.codec=int4" in path.read_text() for path in written)
 
 
 def test_an_island_of_one_node_is_a_job_and_one_of_two_a_job_set(config: Path) -> None:
@@ -97,9 +100,12 @@ def test_what_a_pod_mounts_is_a_volume_of_its_own(config: Path) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_settings_of_a_pods_command_load(config: Path, index: int) -> None:
-    command = pod_of(write("kubernetes", config)[index])["containers"][0]["command"]
+    pod = pod_of(write("kubernetes", config, "outer.codec=int4")[index])
+    command = pod["containers"][0]["command"]
     settings = command[command.index("/config/run.yaml") + 1 :]
-    island = load_config(config.parent / "out/run.yaml", settings).for_island(index)
+    loaded = load_config(config.parent / "out/run.yaml", settings)
+    assert loaded.run.hash == load_config(config, ["outer.codec=int4"]).run.hash
+    island = loaded.for_island(index)
     assert island.bootstrap == (ADDRESS,) and island.run_key_file == "/key/key" and island.ranks == (8, 16)[index]
 
 
@@ -113,13 +119,15 @@ def test_a_node_of_skypilot_fills_in_the_addresses(config: Path) -> None:
 
 
 def test_a_slurm_file_submits_the_islands_job(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$DILOCO_INDEX $DILOCO_BOOTSTRAP $@"\n')
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$DILOCO_INDEX $DILOCO_BOOTSTRAP $DILOCO_PYTHON $@"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    path = write("slurm", config)[1]
+    path = write("slurm", config, "outer.codec=int4")[1]
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["bash", path, "--time", "1"], env=environment, capture_output=True, text=True, timeout=60)
-    expected = f"1 {ADDRESS} --nodes 2 --gpus-per-node 8 --time 1 scripts/launch/slurm.sh"
+    script = config.parent / "out/slurm.sh"
+    expected = f"1 {ADDRESS} {sys.executable} --nodes 2 --gpus-per-node 8 --time 1 {script} outer.codec=int4"
     assert shlex.split(done.stdout) == shlex.split(expected)
+    assert script.is_file()
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ def test_the_first_line_tells_round_loss_islands_time_and_bytes() -> None:
     assert "held-out 1.2500 (-0.2500 in 1 h 00 min)" in describe(line) and "2.0x less" in describe(line)
 
 
+def test_the_first_line_tells_the_newest_stage() -> None:
+    assert "stage" not in describe(find_headline(account(CALM, CALM), PLAN, BEGIN + 20))
+    stages = [event("stage", 8, "2 of 3 from unit 5: lr 1"), event("stage", 9, "2 of 3 from unit 5: lr 1")]
+    line = find_headline(account([*CALM, *stages], CALM), PLAN, BEGIN + 20)
+    assert " · stage 2 of 3 · " in describe(line)
+
+
 @pytest.mark.parametrize(
     ("end", "state", "is_trouble"),
     [
@@ -111,6 +118,13 @@ def test_a_kill_that_nobody_could_record_is_found_by_the_next_start() -> None:
     assert (died.island, died.time) == ("island-1", BEGIN + 4) and "without a record" in died.cause
 
 
+def test_a_kill_that_the_next_start_explains_is_told_once() -> None:
+    died = event("died", 9.5, "rank 1 (node 1) ended without a word")
+    run = account([*CALM[:3], event("started again", 9, "its end is not known"), died, event("joined", 10, "round 3,")])
+    (told,) = [each for each in run.incidents if each.kind == "died"]
+    assert (told.time, told.cause) == (BEGIN + 4, "rank 1 (node 1) ended without a word")
+
+
 def test_an_island_that_caught_up_was_not_away() -> None:
     run = account([*CALM, event("caught up", 9, "round 3"), event("joined", 9.5, "round 3,"), step(2, 12)])
     assert run.islands["island-0"].absences == []
@@ -125,6 +139,21 @@ def test_the_worst_comes_first_and_what_is_alike_is_one_line() -> None:
     assert "disagreement: round 0: digests ab12 and other" in first and "Cure: the islands repair it" in first
     assert "aborted 3x, last: round 3: timed out after 4 s" in second
     assert "1 DISAGREEMENTS" in find_overview(run, PLAN, now=BEGIN + 10).since
+
+
+def test_all_losses_are_one_line_with_the_islands_that_were_lost() -> None:
+    key = "tls:" + 64 * "a" + "@10.0.0.1:1"
+    lost = [event("lost", 9 + number, f"island-{number}: {key} does not answer") for number in (2, 1)]
+    (told,) = find_since(account([*CALM, *lost]), 0.0)
+    assert (told.who, told.count) == ("island-1, island-2", 2)
+    assert told.cause == "island-0 lost island-2: tls:aaaaaaaa..@10.0.0.1:1 does not answer"
+
+
+def test_the_first_line_names_the_island_for_which_the_others_wait() -> None:
+    late = [round_of(number, 4.0 + number, wait_seconds=0.0) for number in range(3)]
+    kept_waiting = [round_of(number, 4.0 + number, wait_seconds=2.0) for number in range(3)]
+    line = find_headline(account([*CALM[:2], *late], [*CALM[:2], *kept_waiting]), PLAN, BEGIN + 8)
+    assert line.slowest == "island-0" and "(most for island-0)" in describe(line)
 
 
 def test_the_summary_names_islands_that_were_late_are_gone_or_were_left_out() -> None:

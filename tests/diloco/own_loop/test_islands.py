@@ -1,5 +1,6 @@
 """`diloco.Islands` in training loops that are not ours, as islands over real sockets."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_rounds_and_steps_are_recorded(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == list(range(1, ROUNDS * STEPS + 1))
     assert all(step["loss"] > 0 and step["lr"] == 1e-2 for step in steps)
     assert [(each["committed"], each["tokens"]) for each in rounds] == [(True, STEPS * TOKENS)] * ROUNDS
+
+
+def test_a_loop_of_ones_own_tells_its_operator_of_a_full_disk(tmp_path: Path) -> None:
+    sent = tmp_path / "alert.json"
+    alerts = {"command": ["tee", str(sent)], "disk_share": 1e-9}
+    with swarm(tmp_path, islands=[{}]) as made:
+        made.start(0, train_small(island={"alerts": alerts})).finish()
+    alert = json.loads(sent.read_text())
+    assert (alert["rule"], alert["run"], alert["island"]) == ("disk_share", "own", "island-0")
 
 
 def test_a_joiner_takes_the_parameters_of_the_others(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from diloco.faults.spec import check_processes, check_targets, parse_fault
 from diloco.records.faults import FaultRecord
 from diloco.records.metrics import RoundRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
-from diloco.rehearsal.run import in_the_small, planned_faults
+from diloco.rehearsal.run import in_the_small, planned_faults, uses_relays
 from diloco.rehearsal.table import find_outcomes, print_rehearsal
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -69,6 +69,13 @@ def test_a_cut_is_left_out_where_links_cannot_be_cut() -> None:
     assert not [text for text in planned_faults(small, can_cut=False) if text.startswith("cut")]
 
 
+def test_all_islands_are_killed_at_once_and_a_relay_where_the_config_has_one() -> None:
+    given = parse_config("{outer: {start_islands: 2, transport: tls}, island: {relays: ['203.0.113.7:31400']}}")
+    faults = list(planned_faults(in_the_small(given), can_cut=True, has_relays=uses_relays(given)))
+    assert {"kill:0+1@second=0,back=1", "kill:relay0@second=0,back=1"} <= set(faults)
+    assert not uses_relays(parse_config(TWO))
+
+
 def test_times_are_those_from_the_fault_to_the_commits_of_the_others_and_of_the_island_itself() -> None:
     faults = [fault("kill", 10.0, "island-1"), fault("kill", 15.0, "island-1", is_end=True)]
     run = run_of(faults, [commit(0, 9.0), commit(1, 12.0)], [commit(0, 9.0), commit(2, 18.0)])
@@ -86,6 +93,15 @@ def test_an_island_that_does_not_come_back_is_said() -> None:
 def test_others_that_do_not_commit_again_are_said() -> None:
     run = run_of([fault("corrupt", 10.0, "island-1")], [commit(0, 9.0)], [commit(0, 9.0), commit(1, 12.0)])
     assert not print_rehearsal(run, Console(record=True))
+
+
+def test_when_all_islands_were_hit_they_alone_have_to_come_back() -> None:
+    faults = [fault("kill", 10.0, "island-0", "island-1"), fault("kill", 15.0, "island-0", "island-1", is_end=True)]
+    first, second, joiner = [commit(0, 9.0), commit(1, 18.0)], [commit(0, 9.0), commit(1, 18.0)], [commit(2, 30.0)]
+    (outcome,) = find_outcomes(run_of(faults, first, second, joiner))
+    assert (outcome.others, outcome.itself, outcome.is_good) == (None, 3.0, True)
+    (outcome,) = find_outcomes(run_of(faults, first[:1], second[:1]))
+    assert not outcome.is_good
 
 
 def test_a_bootstrap_process_has_no_rounds_of_its_own() -> None:

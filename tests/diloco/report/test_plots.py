@@ -1,14 +1,22 @@
 """Plots of runs of many islands, whose names would not fit into a legend."""
 
+import math
 import warnings
 from pathlib import Path
 
 import pytest
 
 from diloco.records.run_folder import RunRecords, read_run, write_facts
-from diloco.report.plots import MAX_NAMED_ISLANDS, draw_bytes_of_many, draw_loss_of_many, write_plots
+from diloco.report.plots import (
+    MAX_NAMED_ISLANDS,
+    draw_bytes_of_many,
+    draw_loss_line,
+    draw_loss_of_many,
+    find_absences,
+    write_plots,
+)
 from diloco.report.style import new_axes
-from tests.diloco.report.sample_run import Island, a_runs_facts, write_baseline
+from tests.diloco.report.sample_run import INNER_STEPS, Island, a_runs_facts, write_baseline
 
 
 def write_islands(run_dir: Path, num_islands: int) -> RunRecords:
@@ -51,3 +59,18 @@ def test_a_legend_gives_the_least_and_the_most_that_an_island_has_sent() -> None
     _, axes = new_axes("", "", "")
     draw_bytes_of_many(axes, [[(1, 1000 * index)] for index in range(1, 21)])
     assert axes.get_legend_handles_labels()[1] == ["each of 20 islands  1 kB to 20 kB"]
+
+
+def test_a_line_is_interrupted_where_its_island_was_away(tmp_path: Path) -> None:
+    island = Island(tmp_path, "island-0")
+    island.event("joined", "round 0, 0 tokens")
+    island.inner_steps()
+    island.event("died", "rank 0 was ended by SIGKILL")
+    island.now += 60
+    island.event("joined", "round 3, 512 tokens")
+    island.inner_steps()
+    run = read_run(tmp_path)
+    _, axes = new_axes("", "", "")
+    draw_loss_line(axes, run.islands[0], "black", "-", find_absences(run)["island-0"])
+    (line,) = axes.lines
+    assert [place for place, x in enumerate(line.get_xdata()) if math.isnan(x)] == [INNER_STEPS]

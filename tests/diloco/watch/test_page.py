@@ -5,6 +5,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,6 +189,19 @@ def test_losses_are_drawn_against_what_the_reader_chooses(browser: Browser, url:
     page.get_by_label("y axis").select_option(look)
     page.get_by_label("smoothing").select_option("9")
     expect(page.locator("#loss canvas")).to_be_visible()
+    page.close()
+    assert errors == []
+
+
+def test_another_run_in_the_same_folder_of_runs_is_drawn_beside_this_one(
+    browser: Browser, url: str, storm: tuple[Path, subprocess.Popen[bytes]]
+) -> None:
+    shutil.copytree(storm[0], storm[0].parent / "earlier", dirs_exist_ok=True)
+    errors: list[str] = []
+    page = open_page(browser, url, errors)
+    page.get_by_label("beside").select_option("earlier")
+    drawn = "() => charts.loss.lines.some((line) => line.label === 'earlier' && line.points.length > 1)"
+    page.wait_for_function(drawn)
     page.close()
     assert errors == []
 
