@@ -57,6 +57,8 @@ def trains(
         titan.dump_folder = str(Path(config.for_island(index).run_dir) / "titan")
         if hasattr(titan, "islands"):
             rules = {"rounds": ROUNDS, "inner_steps": STEPS, "quorum": len(config.islands), "below_quorum": "wait"}
+            rules |= {"part_elements": 1 << 18, "wait_seconds": 600.0}
+            titan.island_parts = len(config.islands)
             titan.islands = own_config(config, index, dict(island or {}), **rules | dict(outer or {}))
         change(titan)
         return run(titan)

@@ -21,6 +21,7 @@ from torchtitan.trainer import Trainer
 
 from diloco.titan.trainer import with_islands
 
+VOCAB = 256
 SEQ_LEN = 32
 SEQUENCES = 4
 """Of a step of an island."""
@@ -51,7 +52,7 @@ class RandomLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        vocab_size: int = 256
+        vocab_size: int = VOCAB
         num_batches: int | None = None
         """The text ends after so many."""
         killed_at: int | None = None
@@ -86,9 +87,11 @@ class RandomLoader(BaseDataLoader):
 
 
 def shrink(config: Trainer.Config, num_layers: int = 2) -> Trainer.Config:
-    """A config of a debug model with fewer layers, for SDPA and random text."""
+    """A config of a debug model with fewer layers and tokens, for SDPA and random text."""
     model = config.model_spec.model
     model.layers = model.layers[:num_layers]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
+    config.loss.loss_fn.global_vocab_size = VOCAB
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
     config.tokenizer = NoTokenizer.Config()

@@ -1,6 +1,8 @@
 """`--module diloco.titan`: the command line, and what is refused before anything starts."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,13 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: docs/library.md says how")
 
 from torchtitan.config import ConfigManager
+from torchtitan.models.llama3 import config_registry as llama_registry
 from torchtitan.trainer import Trainer
 
 from diloco.errors import ConfigError
 from diloco.titan import config_registry
-from diloco.titan.trainer import ROUTER_BIASES, IslandsTrainer, join_lists, read_buffers, with_islands
+from diloco.titan.options import ROUTER_BIASES, join_lists, read_buffers
+from diloco.titan.trainer import IslandsTrainer, with_islands
 from tests.diloco.titan import small
 
 pytestmark = pytest.mark.slow
@@ -30,21 +34,31 @@ def test_the_command_line_gives_the_run_and_what_is_this_island_own() -> None:
 
 def test_every_config_of_its_models_is_found_by_its_name() -> None:
     names = dir(config_registry)
-    assert {"llama3_8b", "llama3_405b", "qwen3_30b_a3b", "deepseek_v3_671b", "qwen35_397b_a17b"} <= set(names)
+    assert {"llama3_8b", "llama3_405b", "qwen3_30b_a3b", "deepseek_v3_671b"} <= set(names)
     assert issubclass(type(config_registry.deepseek_v3_debugmodel())._owner, IslandsTrainer)
 
 
-def test_a_name_that_no_config_has_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="'llama9' not found .*'llama3_8b'"):
+def test_a_name_that_no_config_has_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_registry, "load_registries", lambda name="", failed=None: iter([llama_registry]))
+    with pytest.raises(ValueError, match=r"'llama9' not found .*'llama3_8b'"):
         ConfigManager().parse_args(["--module", "diloco.titan", "--config", "llama9"])
+
+
+def test_a_name_in_a_registry_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan.models.qwen3.config_registry", None)
+    with pytest.raises(ImportError, match=r"'qwen3_14b' .* cannot be imported: .*qwen3: "):
+        ConfigManager().parse_args(["--module", "diloco.titan", "--config", "qwen3_14b"])
 
 
 def test_a_trainer_of_your_own_stays_one() -> None:
     class Own(Trainer):
-        Config = type("Config", (Trainer.Config,), {"__slots__": ()})
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            own: int = 3
 
-    made = with_islands(small.shrink(Own.Config(model_spec=small.llama.model_registry("debugmodel"))))
+    made = with_islands(Own.Config(own=4, model_spec=llama_registry.llama3_debugmodel().model_spec))
     assert issubclass(type(made)._owner, IslandsTrainer) and issubclass(type(made)._owner, Own)
+    assert made.own == 4
 
 
 def set_steps(config: Trainer.Config) -> None:
