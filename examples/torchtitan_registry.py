@@ -1,7 +1,8 @@
 """A registry of torchtitan configs of your own, with islands.
 
-torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan_registry --config small_llama \
-    --islands examples/run.yaml --island island.index=0,island.bootstrap=[ADDRESS] --training.steps 100
+torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan_registry \
+    --config small_llama --islands examples/run.yaml --training.steps 100 \
+    --island island.index=0,island.bootstrap=[ADDRESS]
 """
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchtitan.components.checkpointer import (  # pyright: ignore[reportMissingImports]
     BaseCheckpointManager,
@@ -11,13 +11,12 @@ from torchtitan.components.checkpointer import (  # pyright: ignore[reportMissin
 from torchtitan.components.dataloader import BaseDataLoader  # pyright: ignore[reportMissingImports]
 from torchtitan.components.metrics import MetricsProcessor  # pyright: ignore[reportMissingImports]
 from torchtitan.components.validate import BaseValidator  # pyright: ignore[reportMissingImports]
+from torchtitan.config import Configurable  # pyright: ignore[reportMissingImports]
 
 from outer.report import RoundReport
 
-C = TypeVar("C")
 
-
-def derive(config: C, mixin: type, **attributes: Any) -> C:
+def derive(config: Configurable.Config, mixin: type, **attributes: Any) -> Configurable.Config:
     """Return a copy of a component's config that builds a subclass of the component, with `mixin` in
     front of it and with these attributes.
     """

@@ -7,11 +7,12 @@ from functools import wraps
 from types import ModuleType
 
 import torchtitan.models  # pyright: ignore[reportMissingImports]
+from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
-from diloco.titan.trainer import TrainerConfig, with_islands
+from diloco.titan.trainer import with_islands
 
 
-def __getattr__(name: str) -> Callable[[], TrainerConfig]:
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """Return torchtitan's config function of this name, whose config gets islands.
 
     Raises ImportError if there is none and a registry cannot be imported.

@@ -13,15 +13,13 @@ from diloco.own_loop.run_config import OwnLoopConfig
 from diloco.titan.components import Checkpointing, Recording, Splitting, Validating, derive
 from diloco.titan.options import find_part, join_lists, read_buffers, read_run
 
-TrainerConfig = Trainer.Config
 
-
-def with_islands(config: TrainerConfig) -> TrainerConfig:
+def with_islands(config: Trainer.Config) -> Trainer.Config:
     """Return the config of a trainer that is one island of a run, with options for the run.
 
     `config` may be of a trainer of your own, if that is a subclass of torchtitan's.
     """
-    if not isinstance(config, TrainerConfig):
+    if not isinstance(config, Trainer.Config):
         got = type(config).__name__
         raise ConfigError(f"with_islands: got a {got}; it takes a config of torchtitan's Trainer")
 

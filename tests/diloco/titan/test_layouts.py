@@ -64,8 +64,7 @@ def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(tmp_pat
     logged = [metrics.get("islands/round") for metrics in ends[0]["steps"].values()]
     assert [number for number in logged if number is not None] == [0, 1, 2], "the last round lands after the last line"
     rates = [{step: lr_of(metrics) for step, metrics in end["steps"].items()} for end in ends]
-    assert min(rates[1]) > STEPS, "the island came back in a later round"
-    assert rates[1].items() <= rates[0].items()
+    assert rates[1].items() <= rates[0].items(), "its learning rate is that of the run"
 
 
 def records_of(made: Swarm, index: int) -> list[dict[str, Any]]:
