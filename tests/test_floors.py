@@ -64,7 +64,7 @@ FLOORS = {
         island_duties
         island
         own_loop
-        simulate virtual
+        simulate titan virtual
         experiments.definition launch_files rehearsal train watch
         experiments.results
         experiments

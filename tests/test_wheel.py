@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.torch_bounds import find_torch, oldest_of
+from scripts.torch_bounds import find_others, find_torch, oldest_of
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = ("py", "jinja", "yaml", "html", "css", "js", "sh")
@@ -69,6 +69,11 @@ def test_the_range_of_torch_is_said_once_and_has_an_oldest_that_pip_takes() -> N
     assert "torch>=" not in (ROOT / "scripts/setup").read_text() + (ROOT / "scripts/torch_range").read_text()
     assert re.fullmatch(r"torch>=(\d+\.\d+),<\d+\.\d+", allowed)
     assert oldest_of("torch>=2.13,<2.16") == "torch==2.13"
+
+
+def test_a_torch_outside_of_the_range_is_installed_with_all_other_packages_of_the_extras() -> None:
+    project = '[project]\ndependencies = ["torch>=2.13,<2.14", "numpy"]\noptional-dependencies = {web = ["fastapi"]}'
+    assert find_others(project, ["", "web"]) == ["numpy", "fastapi"]
 
 
 def test_a_wheel_made_from_the_sdist_trains_in_a_folder_that_is_no_checkout(tmp_path: Path) -> None:

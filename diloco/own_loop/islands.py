@@ -30,7 +30,7 @@ from diloco.own_loop.model.island_model import IslandModel
 from diloco.own_loop.model.masters import Masters
 from diloco.own_loop.model.optimizers import Optimizers
 from diloco.own_loop.model.params import Model
-from diloco.own_loop.model.ranks import count_tokens, find_ranks, on_every_rank
+from diloco.own_loop.model.ranks import count_step, find_ranks, on_every_rank
 from diloco.own_loop.network_watch import NetworkWatch
 from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.records import LoopEvents, build_rounds
@@ -102,10 +102,10 @@ class Islands:
 
         `tokens`: number of tokens in this rank's batches of the step; the sum over all ranks is
         used. If several ranks compute on the same text (tensor or context parallel), give the
-        number on one of them and 0 on the others. `loss` is recorded. Returns the report of a round
-        that has landed; the model then continues from the global params. Raises OuterError if the
-        run cannot continue, and ConfigError in a round if the model's parameters have been
-        replaced.
+        number on one of them and 0 on the others. `loss` is recorded: that of the first rank that
+        gives one, so of a pipeline's ranks the last stage's. Returns the report of a round that has
+        landed; the model then continues from the global params. Raises OuterError if the run cannot
+        continue, and ConfigError in a round if the model's parameters have been replaced.
         """
         if self.is_over:
             raise RuntimeError("the island's run is over: leave the loop when islands.is_over is True")
@@ -114,12 +114,11 @@ class Islands:
             self._data.require_use()
         seconds = time.monotonic() - self._stepped_at
         self._slow_down(seconds)
-        tokens = count_tokens(self._ranks, tokens, self.config.tokens_per_step)
+        tokens, loss = count_step(self._ranks, tokens, loss, self.config.tokens_per_step)
         if not self._has_unit:
             self._outer.cursor.next_unit()
         self._has_unit = False
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
-        loss = loss.item() if isinstance(loss, torch.Tensor) else loss
         sources = {} if self._data is None else self._data.take_sources()
         self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, self._model.lr, loss, sources)
         self._events.landed_report = None

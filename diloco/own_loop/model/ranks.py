@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from diloco.errors import ConfigError
@@ -60,17 +61,22 @@ def on_every_rank(ranks: RankGroup, work: Callable[[], T]) -> T:
     return result[0]
 
 
-def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:
-    """Return the tokens of a step over all ranks. Raises ValueError if they are invalid. `most`
-    None: no upper limit.
+def count_step(
+    ranks: RankGroup, tokens: int, loss: float | torch.Tensor | None, most: int | None
+) -> tuple[int, float | None]:
+    """Return the tokens of a step over all ranks, and the loss of the first rank that gives one.
+
+    Every rank must call it. Raises ValueError if the tokens are invalid. `most` None: no upper limit.
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
-    total = sum(ranks.gather(tokens))
+    loss = loss.item() if isinstance(loss, torch.Tensor) else loss
+    by_rank: list[tuple[int, float | None]] = ranks.gather((tokens, loss))
+    total = sum(tokens for tokens, _ in by_rank)
     if most is not None and total > most:
         raise ValueError(
             f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: other "
             "islands refuse that; on all islands, set it to the most tokens of a step on any "
             "island"
         )
-    return total
+    return total, next((loss for _, loss in by_rank if loss is not None), None)

@@ -22,7 +22,7 @@ from diloco.own_loop.model.ranks import find_ranks
 from outer.space.ranks import RankGroup
 from tests.diloco.own_loop.loops import TOKENS, folder_of, own_config
 from tests.harness import run_ranks
-from tests.swarm import swarm
+from tests.swarm import read_records, swarm
 
 
 def test_stages_of_equal_names_sharded_over_meshes_of_their_own_are_refused_with_both_ranks(tmp_path: Path) -> None:
@@ -77,7 +77,9 @@ def train_stages(config: Config, index: int) -> tuple[str, list[str]]:
         while not islands.is_over:
             for part in parts:
                 part.train_alone(islands.steps)
-            islands.step(tokens=TOKENS if islands.place[0] == 0 else 0)
+            rank, num_ranks = islands.place
+            loss = 1.5 if rank == num_ranks - 1 else None
+            islands.step(tokens=TOKENS if rank == 0 else 0, loss=loss)
         names = [spec.name for spec in trained_params(parts, find_ranks()).specs]
         return islands.digest, names
 
@@ -88,6 +90,8 @@ def test_an_interleaved_pipeline_and_one_process_end_with_one_digest(tmp_path: P
             island.finish()
         (pipeline, names), (whole, same) = (island.result() for island in made.started)
     assert pipeline == whole
+    records = read_records(folder_of(made.config, 0) / "metrics.jsonl")
+    assert {record["loss"] for record in records if record["kind"] == "step"} == {1.5}, "of the last stage"
     assert names == same == [name for name, _ in Stage([0, 1, 2, 3]).named_parameters()]
 
 
