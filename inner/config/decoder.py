@@ -16,13 +16,13 @@ class WindowConfig(Section):
     size: int = Field(ge=1)
     """Number of positions that a position sees, itself among them."""
     full_every: int | None = Field(default=None, ge=2)
-    """Every layer with a number of this multiple, counted from 1, sees the whole sequence: 2 in Gemma 2, 6 in
-    Gemma 3. null: none."""
+    """Every layer with a number of this multiple, counted from 1, sees the whole sequence: 2 in
+    Gemma 2, 6 in Gemma 3. null: none."""
     first_layer: int = Field(default=0, ge=0)
     """Number of layers at the beginning that see the whole sequence, as in Qwen2."""
     rope_theta: float | None = Field(default=None, gt=0)
-    """Base of the wavelengths of RoPE in layers with a window, where RoPE is then not scaled, as in Gemma 3. null:
-    model.rope_theta and model.rope_scaling."""
+    """Base of the wavelengths of RoPE in layers with a window, where RoPE is then not scaled, as in
+    Gemma 3. null: model.rope_theta and model.rope_scaling."""
 
     def slides(self, layer: int) -> bool:
         """Return whether a layer has the window."""
@@ -34,36 +34,40 @@ class DecoderConfig(Section):
     """What distinguishes a family of decoders from Llama. All keys enter the run's hash."""
 
     norm: NormKind = "rms"
-    """The norms: `rms` is RMSNorm. `rms_plus_one` is RMSNorm that multiplies by 1 + weight, as in Gemma. `layer` is
-    LayerNorm, as in GPT-2. `layer_unbiased` is LayerNorm without bias, as in Cohere."""
+    """The norms: `rms` is RMSNorm. `rms_plus_one` is RMSNorm that multiplies by 1 + weight, as in
+    Gemma. `layer` is LayerNorm, as in GPT-2. `layer_unbiased` is LayerNorm without bias, as in
+    Cohere."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """What is normed in a block: the inputs of attention and feed-forward (`before`), their outputs, as in OLMo 2
-    (`after`), or both, as in Gemma 2."""
+    """What is normed in a block: the inputs of attention and feed-forward (`before`), their
+    outputs, as in OLMo 2 (`after`), or both, as in Gemma 2."""
     parallel: Literal["one_norm", "two_norms"] | None = None
-    """Attention and feed-forward read the same stream, and their outputs are added to it together: behind one norm, as in
-    Cohere, or behind a norm each, as in GPT-NeoX. null: one after the other."""
+    """Attention and feed-forward read the same stream, and their outputs are added to it together:
+    behind one norm, as in Cohere, or behind a norm each, as in GPT-NeoX. null: one after the other."""
     activation: Activation = "silu"
-    """The function in the feed-forward: SiLU, GELU, GELU approximated by a tanh, or the square of ReLU."""
+    """The function in the feed-forward: SiLU, GELU, GELU approximated by a tanh, or the square of
+    ReLU."""
     gated: bool = True
-    """Whether the feed-forward multiplies the activated vector by a second one, as in SwiGLU. false: it has two matrices,
-    as in GPT-2."""
+    """Whether the feed-forward multiplies the activated vector by a second one, as in SwiGLU.
+    false: it has two matrices, as in GPT-2."""
     out_bias: bool = False
     """Bias of the output projection of attention."""
     ffn_bias: bool = False
     """Biases of the feed-forward's matrices."""
     positions: Literal["rope", "learned", "alibi"] = "rope"
-    """How a model knows positions: RoPE; `learned` vectors that are added to the embedded tokens, as in GPT-2; or ALiBi,
-    which lowers scores by the distance (2108.12409)."""
+    """How a model knows positions: RoPE; `learned` vectors that are added to the embedded tokens,
+    as in GPT-2; or ALiBi, which lowers scores by the distance (2108.12409)."""
     max_positions: int | None = Field(default=None, ge=1)
     """Number of learned positions. It must be given for `learned`, and is not used otherwise."""
     rotary_dim: int | None = Field(default=None, ge=2)
     """Size of the first part of a head that RoPE turns, as in GPT-NeoX. null: the whole head."""
     no_rope_every: int | None = Field(default=None, ge=2)
-    """Every layer with a number of this multiple, counted from 1, has no RoPE: 4 in SmolLM3. null: all layers have it."""
+    """Every layer with a number of this multiple, counted from 1, has no RoPE: 4 in SmolLM3. null:
+    all layers have it."""
     window: WindowConfig | None = None
     """Sliding windows. null: all layers see the whole sequence."""
     query_dim: float | None = Field(default=None, gt=0)
-    """Scores are divided by the square root of this value, as in Gemma 2. null: of the size of a head."""
+    """Scores are divided by the square root of this value, as in Gemma 2. null: of the size of a
+    head."""
     score_cap: float | None = Field(default=None, gt=0)
     """Soft cap c of attention scores s, as in Gemma 2: c tanh(s / c). null: none."""
     logit_cap: float | None = Field(default=None, gt=0)

@@ -131,8 +131,8 @@ class ModelConfig(Section):
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
     decoder: DecoderConfig | None = None
-    """What distinguishes other families of decoders: norms, activations, positions, windows, soft caps. null: as the
-    preset, or as in Llama."""
+    """What distinguishes other families of decoders: norms, activations, positions, windows, soft
+    caps. null: as the preset, or as in Llama."""
     experts: ExpertsConfig | None = None
     """A mixture of experts instead of one feed-forward per block. null: as the preset, or none."""
     latent: LatentConfig | None = None
@@ -140,8 +140,8 @@ class ModelConfig(Section):
     predict: PredictConfig | None = None
     """Multi-token prediction, as in DeepSeek-V3. null: as the preset, or none."""
     model_type: FusedType | None = None
-    """The model type of transformers of an export, where several compute this model and hold its tensors in another way. It
-    is taken from init_from. null: the first that computes it."""
+    """The model type of transformers of an export, where several compute this model and hold its
+    tensors in another way. It is taken from init_from. null: the first that computes it."""
     tie_embeddings: bool | None = None
     """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
 

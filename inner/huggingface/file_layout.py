@@ -1,9 +1,10 @@
 """How a folder names and arranges the tensors of a model. No torch here.
 
-In both layouts a matrix is (outputs, inputs), except in gpt2, where it is the reverse. RoPE rotates the pairs (e, e + P) of a
-head here, where P is half the size of the part that turns, and in most model types. The files of deepseek_v3 and cohere have
-the two of a pair next to each other, (2 e, 2 e + 1), so the rows that RoPE turns are in another order there. Some types
-hold several matrices as one tensor.
+In both layouts a matrix is (outputs, inputs), except in gpt2, where it is the reverse. RoPE rotates
+the pairs (e, e + P) of a head here, where P is half the size of the part that turns, and in most
+model types. The files of deepseek_v3 and cohere have the two of a pair next to each other, (2 e, 2
+e + 1), so the rows that RoPE turns are in another order there. Some types hold several matrices as
+one tensor.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ class FileLayout:
         return tuple(ParamSpec(router_bias_name(layer), shape) for layer in self.sizes.expert_layers)
 
     def name(self, name: str) -> str:
-        """Return the name of a tensor in the folder, given its full name here. Fused matrices have one name."""
+        """Return the name of a tensor in the folder, given its full name here. Fused matrices have
+        one name.
+        """
         is_parallel_falcon = self.model_type == "falcon" and self.sizes.decoder.parallel == "two_norms"
         return huggingface_name(name, self.model_type, FALCON_NORMS if is_parallel_falcon else None)
 
@@ -60,8 +63,8 @@ class FileLayout:
         return self._rows_by_key_head(part, given) if whole.order == "by key head" else self._rows_behind(name, given)
 
     def full_name(self, their_name: str) -> str:
-        """Return the name of a tensor in the folder with the beginning that save_pretrained gives it. The first files of GPT-2
-        lack it.
+        """Return the name of a tensor in the folder with the beginning that save_pretrained gives
+        it. The first files of GPT-2 lack it.
         """
         names = names_of(self.model_type)
         prefix = names.layers.partition(".")[0] + "."
@@ -69,7 +72,9 @@ class FileLayout:
         return their_name if is_whole or prefix == "model." else prefix + their_name
 
     def _turned_rows(self, name: str, rows: Sequence[int]) -> list[int] | None:
-        """Return the places of rows where the pairs that RoPE turns are next to each other; None if they are not."""
+        """Return the places of rows where the pairs that RoPE turns are next to each other; None if
+        they are not.
+        """
         if self.model_type == "cohere" and name.endswith(("attention.q_proj.weight", "attention.q_proj.bias")):
             return [_stored_row(row, 0, self.sizes.head_dim) for row in rows]
         if self.model_type == "cohere" and name.endswith(("attention.k_proj.weight", "attention.k_proj.bias")):
@@ -84,7 +89,9 @@ class FileLayout:
         return None
 
     def _fused(self, name: str) -> tuple[Fused, str] | None:
-        """Return the matrix of a folder that a parameter is a part of, and the parameter's module in its block."""
+        """Return the matrix of a folder that a parameter is a part of, and the parameter's module
+        in its block.
+        """
         module = name.rpartition(".")[0]
         for fused in names_of(self.model_type).fused:
             for part in fused.parts:
@@ -93,7 +100,9 @@ class FileLayout:
         return None
 
     def _rows_by_key_head(self, part: str, rows: Sequence[int]) -> list[int]:
-        """Return the places of rows of queries, keys or values that lie together for each key-value head."""
+        """Return the places of rows of queries, keys or values that lie together for each key-value
+        head.
+        """
         size = self.sizes.head_dim
         per_key_head = self.sizes.num_heads // self.sizes.num_kv_heads
         kind = QKV.index(part)
@@ -114,7 +123,9 @@ class FileLayout:
         return [before + row for row in rows]
 
     def parts(self, name: str) -> list[str]:
-        """Return the full names of all parameters that the folder holds together with this one, in order."""
+        """Return the full names of all parameters that the folder holds together with this one, in
+        order.
+        """
         fused = self._fused(name)
         if fused is None:
             return [name]

@@ -141,8 +141,8 @@ def _parse_model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
 
 
 def _name_type(model: ModelConfig, model_type: str) -> ModelConfig:
-    """Return the config with the model type of its folder, if an export would otherwise be of a type that arranges tensors in
-    another way.
+    """Return the config with the model type of its folder, if an export would otherwise be of a
+    type that arranges tensors in another way.
     """
     sizes = resolve_sizes(model, 0)
     if find_export_obstacles(sizes, 0.0) or names_of(choose_model_type(sizes)) == names_of(model_type):
@@ -152,7 +152,7 @@ def _name_type(model: ModelConfig, model_type: str) -> ModelConfig:
 
 def _read_sizes(config: dict[str, Any]) -> dict[str, Any]:
     model_type = MODEL_TYPES[config["model_type"]]
-    values = {ours: config.get(theirs) for ours, theirs in model_type.size_keys.items()}
+    values: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in model_type.size_keys.items()}
     if config["model_type"] == "falcon" and not is_new_falcon(config):
         # The older architecture has one key head, or as many as query heads, whatever num_kv_heads says.
         values["num_kv_heads"] = 1 if config.get("multi_query", True) else None

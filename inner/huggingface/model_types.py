@@ -1,10 +1,13 @@
-"""The model type with which transformers computes a model, and features of a config.json that are refused. No torch here."""
+"""The model type with which transformers computes a model, and features of a config.json that are
+refused. No torch here.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 from inner.errors import InputError
-from inner.huggingface.decoders import build_decoder_keys, find_decoder_obstacles, find_unsupported_decoder
+from inner.huggingface.decoder_export import build_decoder_keys, find_decoder_obstacles
+from inner.huggingface.decoders import find_unsupported_decoder
 from inner.huggingface.mixtures import (
     DEEPSEEK,
     build_mixture_keys,
@@ -37,9 +40,11 @@ ATTEMPTS = (
 )
 """Dense types, in the order in which they are tried for an export."""
 WITHOUT_PAD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "mixtral", DEEPSEEK)
-"""Types without a padding token if the config.json names none. Others take one that may not be in the vocabulary."""
+"""Types without a padding token if the config.json names none. Others take one that may not be in
+the vocabulary."""
 OPTIONAL = {"gpt2": ("ffn_dim",), "falcon": ("ffn_dim",)}
-"""Sizes that a config.json may leave out: the feed-forward is then four times as wide as the stream."""
+"""Sizes that a config.json may leave out: the feed-forward is then four times as wide as the
+stream."""
 
 
 def choose_model_type(sizes: ModelSizes) -> str:

@@ -28,7 +28,8 @@ class Fused:
     parts: tuple[str, ...]
     """The modules here, in the order of their rows."""
     order: Literal["one after the other", "by key head"] = "one after the other"
-    """`by key head`: for each key-value head the rows of its query heads, then its own, then those of its values."""
+    """`by key head`: for each key-value head the rows of its query heads, then its own, then those
+    of its values."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def names_of(model_type: str) -> Names:
 
 
 def huggingface_name(name: str, model_type: str, modules: dict[str, str] | None = None) -> str:
-    """Return a model type's name of a parameter or of a router's bias, given its full name here. Of fused matrices it is the
-    name of the whole. `modules`: further names within a layer.
+    """Return a model type's name of a parameter or of a router's bias, given its full name here. Of
+    fused matrices it is the name of the whole. `modules`: further names within a layer.
     """
     names = names_of(model_type)
     module, _, kind = name.rpartition(".")

@@ -34,8 +34,8 @@ def read_theta(config: dict[str, Any], model_type: ModelType) -> float:
 
 
 def read_window_theta(config: dict[str, Any], model_type: ModelType) -> float | None:
-    """Return the base of the wavelengths in layers with a window, where RoPE is then not scaled; None if RoPE is there as in
-    other layers.
+    """Return the base of the wavelengths in layers with a window, where RoPE is then not scaled;
+    None if RoPE is there as in other layers.
     """
     if not model_type.has_rope_by_layer_type:
         return None

@@ -1,7 +1,7 @@
 """The model types of transformers that can be imported and exported. No torch here.
 
-All types are one decoder with other settings. What is special to experts is in mixtures.py, and the names of tensors are
-in names.py.
+All types are one decoder with other settings. What is special to experts is in mixtures.py, and the
+names of tensors are in names.py.
 """
 
 from collections.abc import Mapping
@@ -43,13 +43,14 @@ class ModelType:
     has_head_dim: bool = True
     """Whether a config.json may give the size of a head."""
     needs_whole_heads: bool = False
-    """Whether transformers refuses a width that is not a multiple of the number of heads, even if the size of a head is
-    given."""
+    """Whether transformers refuses a width that is not a multiple of the number of heads, even if
+    the size of a head is given."""
     num_kv_heads_is_optional: bool = False
     slides_by_default: bool = True
     """Whether a sliding_window is in use without use_sliding_window."""
     window_layers: Literal["all", "listed"] | None = None
-    """The layers with a window: all, or those that max_window_layers or layer_types name. None: the type has no windows."""
+    """The layers with a window: all, or those that max_window_layers or layer_types name. None: the
+    type has no windows."""
     sliding_window: int | None = None
     """The window if the config.json has no such key."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -76,11 +77,13 @@ class ModelType:
     full_every: int | None = None
     """Every such layer sees the whole sequence if the config.json does not list layers."""
     window_theta: float | None = None
-    """Base of RoPE in layers with a window, if it is another one and the config.json does not give it."""
+    """Base of RoPE in layers with a window, if it is another one and the config.json does not give
+    it."""
     has_rope_by_layer_type: bool = False
     """Whether layers with and without a window have RoPE settings of their own."""
     rotary_factor: float | None = None
-    """Share of a head that RoPE turns, if the config.json does not give it. None: always the whole head."""
+    """Share of a head that RoPE turns, if the config.json does not give it. None: always the whole
+    head."""
     rotary_key: str = "partial_rotary_factor"
     """Key of this share outside of RoPE's settings."""
     no_rope_every: int | None = None
@@ -105,7 +108,12 @@ MODEL_TYPES = {
         fixed={"decoder_sparse_step": (1,)},
     ),
     "olmoe": ModelType(
-        "OlmoeForCausalLM", qk_norm="whole", norm_eps=1e-5, num_kv_heads_is_optional=True, fixed={"clip_qkv": (None,)}
+        "OlmoeForCausalLM",
+        qk_norm="whole",
+        norm_eps=1e-5,
+        has_head_dim=False,
+        num_kv_heads_is_optional=True,
+        fixed={"clip_qkv": (None,)},
     ),
     "mixtral": ModelType("MixtralForCausalLM", norm_eps=1e-5, rope_theta=1e6, window_layers="all"),
     DEEPSEEK: ModelType(

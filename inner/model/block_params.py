@@ -248,7 +248,7 @@ def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place)
 
     def with_bias(name: str, shape: tuple[Size, Size], cut: Cut, has: Exists) -> tuple[BlockParam, ...]:
         weight = BlockParam(f"{module}.{name}.weight", shape, cut, f"{huggingface}.{name}.weight", has, place)
-        return weight, *_bias(weight, lambda sizes: has(sizes) and sizes.decoder.ffn_bias)
+        return _with_bias(weight, lambda sizes: has(sizes) and sizes.decoder.ffn_bias)
 
     return (
         *with_bias("gate_proj", (dim, _dim), first, has_gate),
@@ -260,26 +260,28 @@ def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place)
 def _norm(name: str, huggingface: str, exists: Exists, dim: Size = _dim, cut: Cut = "stream") -> tuple[BlockParam, ...]:
     """Return the weight of a norm, and its bias, which only LayerNorm has."""
     weight = BlockParam(f"{name}.weight", (dim,), cut, f"{huggingface}.weight", exists)
-    return weight, *_bias(weight, lambda sizes: exists(sizes) and sizes.decoder.has_norm_bias)
+    return _with_bias(weight, lambda sizes: exists(sizes) and sizes.decoder.has_norm_bias)
 
 
-def _bias(weight: BlockParam, exists: Exists) -> tuple[BlockParam, ...]:
-    """Return the bias beside a weight. A bias of a matrix that writes to the stream is added there, once."""
-    is_output = weight.cut.startswith("columns")
-    return (
-        replace(
-            weight,
-            name=weight.name.removesuffix("weight") + "bias",
-            sizes_of=weight.sizes_of[:1],
-            cut="stream" if is_output else weight.cut,
-            huggingface=weight.huggingface.removesuffix("weight") + "bias",
-            exists=exists,
-        ),
+def _projection(
+    name: str, shape: tuple[Size, Size], cut: Cut, exists: Exists, has_bias: Exists
+) -> tuple[BlockParam, ...]:
+    """Return a matrix of attention, and its bias."""
+    return _with_bias(BlockParam(f"attention.{name}.weight", shape, cut, f"self_attn.{name}.weight", exists), has_bias)
+
+
+def _with_bias(weight: BlockParam, exists: Exists) -> tuple[BlockParam, BlockParam]:
+    """Return a weight, and the bias beside it. The bias of a matrix that writes to the stream is
+    added there, once.
+    """
+    return weight, replace(
+        weight,
+        name=weight.name.removesuffix("weight") + "bias",
+        sizes_of=weight.sizes_of[:1],
+        cut="stream" if weight.cut.startswith("columns") else weight.cut,
+        huggingface=weight.huggingface.removesuffix("weight") + "bias",
+        exists=exists,
     )
-
-
-def _with_bias(weight: BlockParam, exists: Exists) -> tuple[BlockParam, ...]:
-    return weight, *_bias(weight, exists)
 
 
 def _always(_: ModelSizes) -> bool:
@@ -288,18 +290,9 @@ def _always(_: ModelSizes) -> bool:
 
 BLOCK_PARAMS = (
     *_norm("attention_norm", "input_layernorm", _norms_inputs),
-    *_with_bias(
-        BlockParam("attention.q_proj.weight", (_q_dim, _dim), "heads", "self_attn.q_proj.weight", _has_q_proj),
-        _has_bias,
-    ),
-    *_with_bias(
-        BlockParam("attention.k_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.k_proj.weight", _is_ordinary),
-        _has_bias,
-    ),
-    *_with_bias(
-        BlockParam("attention.v_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.v_proj.weight", _is_ordinary),
-        _has_bias,
-    ),
+    *_projection("q_proj", (_q_dim, _dim), "heads", _has_q_proj, _has_bias),
+    *_projection("k_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
+    *_projection("v_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
     BlockParam("attention.q_a_proj.weight", (_q_rank, _dim), "latent", "self_attn.q_a_proj.weight", _has_q_rank),
     BlockParam("attention.q_a_norm.weight", (_q_rank,), "latent", "self_attn.q_a_layernorm.weight", _has_q_rank),
     BlockParam("attention.q_b_proj.weight", (_q_dim, _q_rank), "heads", "self_attn.q_b_proj.weight", _has_q_rank),

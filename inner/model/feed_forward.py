@@ -29,7 +29,9 @@ LLAMA = DecoderConfig()
 
 
 class FeedForward(nn.Module):
-    """Feed-forward with a hidden layer of `width`: down(act(gate x) * up x), or down(act(up x)) without a gate."""
+    """Feed-forward with a hidden layer of `width`: down(act(gate x) * up x), or down(act(up x))
+    without a gate.
+    """
 
     def __init__(self, dim: int, width: int, decoder: DecoderConfig = LLAMA) -> None:
         super().__init__()

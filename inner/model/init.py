@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams
@@ -36,24 +35,24 @@ cache."""
 def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
     """Fill every parameter and table of materialised stages, sharded or not. No communication."""
     sizes = stages[0].sizes
+    norm_weight = 0.0 if sizes.decoder.norm == "rms_plus_one" else 1.0
     specs = {spec.name: spec for spec in params.specs}
     for index, param_slice in enumerate(params.slices):
-        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, sizes))
+        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, sizes.num_layers, norm_weight))
     for stage in stages:
         stage.fill_tables()
 
 
-def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, sizes: ModelSizes) -> Tensor:
+def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int, norm_weight: float = 1.0) -> Tensor:
     """Return the slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of
-    the slice are drawn.
+    the slice are drawn. `norm_weight`: the weight with which a norm begins with the factor 1.
     """
     if spec.name.endswith("norm.weight"):
-        # A norm begins with the factor 1.
-        return torch.full(held.shape, 0.0 if sizes.decoder.norm == "rms_plus_one" else 1.0)
+        return torch.full(held.shape, norm_weight)
     if spec.name.endswith(".bias"):
         return torch.zeros(held.shape)
     # Each layer adds two outputs to the residual stream, whose variance must not grow with depth.
-    std = STD / math.sqrt(2 * sizes.num_layers) if spec.name.endswith(RESIDUAL_OUTPUTS) else STD
+    std = STD / math.sqrt(2 * num_layers) if spec.name.endswith(RESIDUAL_OUTPUTS) else STD
     values = torch.empty(held.shape)
     fill_normal(values, f"{seed}/{spec.name}", held.rows[0], held.cols[0], spec.matrix_shape[1], std)
     return values

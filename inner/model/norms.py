@@ -1,4 +1,5 @@
-"""The norms of a decoder: RMSNorm (1910.07467), RMSNorm with 1 + weight, and LayerNorm (1607.06450).
+"""The norms of a decoder: RMSNorm (1910.07467), RMSNorm with 1 + weight, and LayerNorm
+(1607.06450).
 
 Shape suffix: D the normed dimension; the others are any.
 """

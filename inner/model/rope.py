@@ -44,8 +44,8 @@ def has_window_rope_table(sizes: ModelSizes) -> bool:
 
 
 def window_rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
-    """Return the same as `rope_table` for layers with a window, where RoPE has a base of its own and is not
-    scaled.
+    """Return the same as `rope_table` for layers with a window, where RoPE has a base of its own
+    and is not scaled.
     """
     window = sizes.decoder.window
     assert window is not None and window.rope_theta is not None, "there is a base for layers with a window"
@@ -93,8 +93,8 @@ def _yarn_growth(scaling: RopeScaling, weight: float) -> float:
 
 
 def rotate(x_BSHE: Tensor, rope_2SE: Tensor) -> Tensor:
-    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back. If the table is
-    narrower than a head, only the first part of the head turns.
+    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back. If the
+    table is narrower than a head, only the first part of the head turns.
     """
     width = rope_2SE.shape[-1]
     if width < x_BSHE.shape[-1]:

@@ -100,12 +100,14 @@ def _check_decoder(sizes: "ModelSizes") -> None:
         _refuse(decoder, tuple(DecoderConfig.model_fields), "model.predict, which is for decoders like DeepSeek-V3's")
     if decoder.rotary_dim is not None and decoder.rotary_dim > sizes.head_dim:
         raise InputError(
-            f"model.decoder.rotary_dim ({decoder.rotary_dim}) is more than the size of a head ({sizes.head_dim}); lower "
-            "it, or leave it out to turn whole heads"
+            f"model.decoder.rotary_dim ({decoder.rotary_dim}) is more than the size of a head "
+            f"({sizes.head_dim}); lower it, or leave it out to turn whole heads"
         )
 
 
 def _refuse(decoder: DecoderConfig, names: tuple[str, ...], beside: str) -> None:
-    """Raise InputError if one of these keys is set, which cannot stand beside another part of the model."""
+    """Raise InputError if one of these keys is set, which cannot stand beside another part of the
+    model.
+    """
     if given := [f"model.decoder.{name}" for name in decoder.changes if name in names]:
         raise InputError(f"{' and '.join(given)} cannot be set with {beside}; leave it out")

@@ -2,11 +2,12 @@
 
     score of query i and key j = cap tanh(q_i k_j / (sqrt(E) cap)) - slope (i - j)      for first_i <= j <= i
 
-The first key that a query sees is that of its document or of its window. Scores of some queries exist at a time, and only
-with keys that one of them sees, so neither memory nor work grow with pairs outside of windows.
+The first key that a query sees is that of its document or of its window. Scores of some queries
+exist at a time, and only with keys that one of them sees, so neither memory nor work grow with
+pairs outside of windows.
 
-Shape suffixes: B sequences, S positions of the queries, T of the keys, H heads, K key-value heads, G = H / K, E head size,
-C queries of a chunk, W keys that they see.
+Shape suffixes: B sequences, S positions of the queries, T of the keys, H heads, K key-value heads,
+G = H / K, E head size, C queries of a chunk, W keys that they see.
 """
 
 import math
@@ -57,7 +58,8 @@ def build_rule(sizes: ModelSizes, layer: int) -> ScoreRule | None:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Return ALiBi's slopes: 2^(-8 / n), 2^(-16 / n), ... for n heads, if n is a power of two (2108.12409, section 3).
+    """Return ALiBi's slopes: 2^(-8 / n), 2^(-16 / n), ... for n heads, if n is a power of two
+    (2108.12409, section 3).
 
     Otherwise they are those of the next smaller power of two n, and then every second one of 2 n.
     """
@@ -82,8 +84,8 @@ class Spans(NamedTuple):
 
 
 def build_spans(positions_S: Tensor, keys_T: Tensor, starts_BT: Tensor | None, window: int | None) -> Spans:
-    """Return what queries at some positions see. `starts_BT`: where the document of each position of the whole sequence
-    begins; None: documents are ignored. Then B is 1.
+    """Return what queries at some positions see. `starts_BT`: where the document of each position
+    of the whole sequence begins; None: documents are ignored. Then B is 1.
     """
     first_BS = torch.zeros_like(positions_S)[None] if starts_BT is None else starts_BT[:, positions_S]
     if window is not None:
@@ -119,8 +121,8 @@ def _chunks(spans: Spans, device: torch.device) -> Iterator[_Chunk]:
 def span_forward(
     q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Return attention out_BHSE to these keys, and the log-sum-exp of the scores lse_BHS in at least fp32. Where a query
-    sees none of the keys they are 0 and minus infinity.
+    """Return attention out_BHSE to these keys, and the log-sum-exp of the scores lse_BHS in at
+    least fp32. Where a query sees none of the keys they are 0 and minus infinity.
     """
     out_BHSE = torch.zeros_like(q_BHSE)
     lse_BHS = q_BHSE.new_full(q_BHSE.shape[:3], -torch.inf, dtype=torch.promote_types(q_BHSE.dtype, torch.float32))
@@ -142,9 +144,11 @@ def span_backward(
     spans: Spans,
     rule: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients dq_BHSE, dk_BKTE and dv_BKTE through these keys, the last two in at least fp32.
+    """Return the gradients dq_BHSE, dk_BKTE and dv_BKTE through these keys, the last two in at
+    least fp32.
 
-    `inputs`: as of the forward. `output`: the attention to all keys that the queries see, not only to these.
+    `inputs`: as of the forward. `output`: the attention to all keys that the queries see, not only
+    to these.
     """
     q_BHSE, k_BKTE, v_BKTE = inputs
     out_BHSE, lse_BHS = output
@@ -170,8 +174,8 @@ def span_backward(
 
 
 def _scores(q_BHCE: Tensor, k_BKWE: Tensor, chunk: _Chunk, rule: ScoreRule) -> tuple[Tensor, Tensor | float]:
-    """Return the scores (B, K, G, C, W) in at least fp32, minus infinity where a query does not see a key, and their
-    derivatives by the products of queries and keys.
+    """Return the scores (B, K, G, C, W) in at least fp32, minus infinity where a query does not see
+    a key, and their derivatives by the products of queries and keys.
     """
     num_kv_heads = k_BKWE.shape[1]
     products_BKGCW = q_BHCE.unflatten(1, (num_kv_heads, -1)) @ k_BKWE[:, :, None].transpose(-2, -1)
@@ -202,8 +206,8 @@ def span_attention(
     cap: float | None,
     slopes: list[float] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_BHSE and lse_BHS of causal attention of whole sequences by a rule. Differentiable. `starts_BT`: see
-    build_spans.
+    """Return out_BHSE and lse_BHS of causal attention of whole sequences by a rule. Differentiable.
+    `starts_BT`: see build_spans.
 
     This is a custom operator, so that torch.compile, recomputation and a dry run see one step.
     """

@@ -1,4 +1,5 @@
-"""A decoder whose code knows nothing of ranks. What distinguishes it from Llama is in `sizes.decoder`.
+"""A decoder whose code knows nothing of ranks. What distinguishes it from Llama is in
+`sizes.decoder`.
 
 Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head
 size, X all heads of a position. A parameter's full name does not depend on the parallel layout:
@@ -187,8 +188,8 @@ class Transformer(nn.Module):
         has_window_rope = has_window_rope_table(sizes)
         window_rope_2SE = torch.empty_like(self.rope_2SE) if has_window_rope else None
         self.register_buffer("window_rope_2SE", window_rope_2SE, persistent=False)
-        positions_S = torch.empty(len(positions_S), dtype=torch.int64) if self.position is not None else None
-        self.register_buffer("positions_S", positions_S, persistent=False)
+        learned_S = None if self.position is None else torch.empty(len(positions_S), dtype=torch.int64)
+        self.register_buffer("positions_S", learned_S, persistent=False)
 
     def blocks(self) -> Iterator[Block]:
         """Yield all blocks of the stage, also those of extra depths."""

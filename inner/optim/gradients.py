@@ -52,7 +52,8 @@ def _is_shared_out(name: str) -> bool:
     """Return whether ranks use a weight for different heads or positions also without sequence
     parallelism.
 
-    All ranks then apply norms to the whole stream, and add biases to it, and already have their whole gradients.
+    All ranks then apply norms to the whole stream, and add biases to it, and already have their
+    whole gradients.
     """
     return (".attention." in name and not name.endswith("out_proj.bias")) or ".router." in name
 

@@ -169,9 +169,9 @@ def _check_decoder(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig
         )
     if sizes.decoder.positions == "alibi" and degrees.cp > 1 and parallel.context == "ulysses":
         raise InputError(
-            f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank has heads of other ranks, and "
-            "model.decoder.positions alibi lowers the scores of each head by a factor of its own; set context to ring or "
-            "all_gather"
+            f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank computes heads of "
+            "other ranks, and model.decoder.positions alibi has a factor for each head; set context to ring "
+            "or all_gather"
         )
 
 

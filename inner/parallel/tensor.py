@@ -26,9 +26,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from inner.model.block_params import BlockParam, block_params
 from inner.model.experts import Mixture
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.norms import Norm, apply_norm
 from inner.model.router import Router
 from inner.model.sizes import ModelSizes
-from inner.model.norms import Norm, apply_norm
 from inner.model.transformer import Attention, Block, Head, Transformer
 from inner.parallel.expert import PositionShare
 from inner.parallel.tensor_stream import TensorStream
@@ -41,9 +41,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call
     it, before FSDP.
     """
-    stream = TensorStream(
-        mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), is_split=sequence_parallel
-    )
+    stream = TensorStream(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), is_split=sequence_parallel)
     for layer in model.blocks():
         _split_block(layer, model.sizes, mesh, stream)
     if model.embed is not None:

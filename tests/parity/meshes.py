@@ -131,9 +131,7 @@ NEOX = replace(
         rotary_dim=4,
     ),
 )
-COHERE = replace(
-    TIED, num_layers=4, decoder=DecoderConfig(norm="layer_unbiased", parallel="one_norm", logit_scale=0.3)
-)
+COHERE = replace(TIED, num_layers=4, decoder=DecoderConfig(norm="layer_unbiased", parallel="one_norm", logit_scale=0.3))
 ALIBI = replace(
     GROUPED,
     num_kv_heads=4,

@@ -209,7 +209,9 @@ class SpanBlock:
         return AttentionOutput(*span_forward(q_BHSE, k_BKTE, v_BKTE, self.spans, self.rule))
 
     def gradients(self, queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor) -> Tensor:
-        """Add to `dq_BHSE` of all queries of the rank, and return what the block adds to the keys' gradients, dkv_2BTKE."""
+        """Add to `dq_BHSE` of all queries of the rank, and return what the block adds to the keys'
+        gradients, dkv_2BTKE.
+        """
         mine = queries.at(self.block.queries)
         k_BKTE, v_BKTE = self.keys.kv_2BTKE.transpose(2, 3)
         inputs = mine.q_BHSE, k_BKTE, v_BKTE

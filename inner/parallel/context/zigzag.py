@@ -33,5 +33,7 @@ def zigzag_piece(sequence_BT: np.ndarray, num_ranks: int, rank: int) -> np.ndarr
 
 
 def zigzag_positions(num_positions: int, num_ranks: int, rank: int) -> np.ndarray:
-    """Return the positions of the whole sequence that a rank with this number of positions holds, rising: int64."""
+    """Return the positions of the whole sequence that a rank with this number of positions holds,
+    rising: int64.
+    """
     return zigzag_piece(np.arange(num_positions * num_ranks)[None], num_ranks, rank)[0]
