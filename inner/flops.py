@@ -12,12 +12,15 @@ In latent attention, where queries and keys have size E and values size W, E + W
 Each extra depth of multi-token prediction adds one layer, the product that joins token and stream,
 and the head.
 
+In a layer with a sliding window, W (2 - W / S) replaces S, where W is the size of the window.
+
 The embedding's lookup, norms, softmax and RoPE are not counted; a tied table counts once, as the
 head. At dim 4096 and S = 8192 (the 8b preset) the formula gives 57.9 GFLOP per token. If the
 backward recomputes anything, it also recomputes attention scores, because no fused kernel stores
 them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from inner.config import Recompute
@@ -63,10 +66,8 @@ class LayerCosts:
 
 def flops_per_token(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") -> Flops:
     """Return the operations per token in a sequence of `seq_len`, by PaLM's convention."""
-    layers = [
-        (count, _layer_flops(sizes, has_experts, seq_len, recompute))
-        for has_experts, count in sizes.layer_kinds(range(sizes.num_layers))
-    ]
+    kinds = Counter(_kind(sizes, layer, seq_len) for layer in range(sizes.num_layers))
+    layers = [(count, _layer_flops(sizes, *kind, recompute)) for kind, count in kinds.items()]
     if sizes.predict is not None:
         layers.append((sizes.num_depths, _depth_flops(sizes, seq_len, recompute)))
     return Flops(
@@ -88,12 +89,20 @@ def layer_costs(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
     of_layers = flops_per_token(replace(sizes, predict=None), seq_len, recompute).hardware - head
     if sizes.predict is not None:
         head += sizes.num_depths * (head + _depth_flops(sizes, seq_len, recompute).hardware)
-    kinds = sizes.layer_kinds(range(sizes.num_layers))
-    layers: list[float] = []
-    for has_experts, count in kinds:
-        cost = _layer_flops(sizes, has_experts, seq_len, recompute).hardware * sizes.num_layers / of_layers
-        layers += [1.0 if len(kinds) == 1 else cost] * count
-    return LayerCosts(tuple(layers), head * sizes.num_layers / of_layers)
+    kinds = [_kind(sizes, layer, seq_len) for layer in range(sizes.num_layers)]
+    costs = {kind: _layer_flops(sizes, *kind, recompute).hardware * sizes.num_layers / of_layers for kind in set(kinds)}
+    layers = tuple(1.0 if len(costs) == 1 else costs[kind] for kind in kinds)
+    return LayerCosts(layers, head * sizes.num_layers / of_layers)
+
+
+def _kind(sizes: ModelSizes, layer: int, seq_len: int) -> tuple[bool, float]:
+    """Return whether a layer has experts, and the number of positions that count as seen by each.
+
+    Half of this number is what a position sees on average: in a window of W positions W - W^2 / 2 S
+    of S.
+    """
+    window = min(sizes.decoder.window_of(layer) or seq_len, seq_len)
+    return sizes.has_experts(layer), window * (2 - window / seq_len)
 
 
 def _head_flops(sizes: ModelSizes) -> float:
@@ -109,17 +118,19 @@ def _depth_flops(sizes: ModelSizes, seq_len: int, recompute: Recompute) -> Flops
 
 
 def _layer_flops(
-    sizes: ModelSizes, has_experts: bool, seq_len: int, recompute: Recompute, *, predicts: bool = False
+    sizes: ModelSizes, has_experts: bool, num_seen: float, recompute: Recompute, *, predicts: bool = False
 ) -> Flops:
-    """Return the operations per token of one layer."""
+    """Return the operations per token of one layer, in which each position counts as seeing
+    `num_seen` positions.
+    """
     params = block_params(sizes, has_experts=has_experts, predicts=predicts)
     matrices = [param for param in params if param.is_matrix]
     # Operations of the scores, of the values that they weight, and of the zeros behind the values.
-    scores = 2.0 * sizes.num_heads * sizes.head_dim * seq_len
-    values = 2.0 * sizes.num_heads * sizes.value_dim * seq_len
+    scores = 2.0 * sizes.num_heads * sizes.head_dim * num_seen
+    values = 2.0 * sizes.num_heads * sizes.value_dim * num_seen
     zeros = scores - values
-    # The last norm of an extra depth needs the result of the layer's last product.
-    is_whole = predicts and recompute == "full"
+    # A norm behind the layer's last product needs its result.
+    is_whole = (predicts or sizes.decoder.norms_outputs) and recompute == "full"
     repeated = sum(param.active_numel(sizes) for param in matrices if is_whole or _is_repeated(param, recompute))
     attends_again = recompute in ("attention", "full")
     return Flops(

@@ -80,6 +80,7 @@ MAX_FUNCTION_LINES = 64
 MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
+    "inner/huggingface": "the parts of a folder, and what its config.json says of each part of a model",
     "inner/model": "the decoder: its sizes and parameters, its modules, what they compute with",
     "diloco/planning/mesh": "what a mesh costs: one file for each figure and picture of it",
     "diloco/config": "a config: its parts, how it is read, checked and explained, one file each",

@@ -27,7 +27,6 @@ from inner.expert_names import router_bias_name
 from inner.files import home_path
 from inner.huggingface.load import read_whole
 from inner.huggingface.model_config import CONFIG, read_config, read_length, read_model_config, read_special_ids
-from inner.huggingface.model_types import find_window
 from inner.huggingface.save import Dtype, Export
 from inner.huggingface.tokenizer_files import TOKENIZER
 from inner.measure.param_specs import param_specs
@@ -65,11 +64,6 @@ class Weights:
     """Id that begins a text when the model is used; None if the tokenizer decides."""
     stop_ids: tuple[int, ...] = ()
     """Ids besides eos with which the model ends a text."""
-    limit: int | None = None
-    """Longest sequence in tokens before the model's attention slides, which is not computed here.
-
-    None means that it never slides.
-    """
 
     @property
     def window(self) -> int:
@@ -86,11 +80,12 @@ class Weights:
         return None if self.stop_ids else template
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise InputError if `num_tokens` exceed the sliding window, which is not computed here."""
-        if self.limit is not None and num_tokens > self.limit:
+        """Raise InputError if `num_tokens` are more than the learned positions of the model."""
+        limit = self.sizes.decoder.max_positions
+        if limit is not None and num_tokens > limit:
             raise InputError(
-                f"the model has a sliding_window of {self.limit}, which is not computed here, and a sequence has "
-                f"{num_tokens} tokens; ask for no more than {self.limit} (--seq-len; --max-tokens with the prompt)"
+                f"the model has learned {limit} positions (model.decoder.max_positions), and a sequence has "
+                f"{num_tokens} tokens; ask for no more than {limit} (--seq-len; --max-tokens with the prompt)"
             )
 
     def encoder(self) -> Tokenizer:
@@ -197,7 +192,7 @@ def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokeni
 
 def _open_export(folder: Path) -> Weights:
     config = read_config(folder)
-    sizes = resolve_sizes(read_model_config(folder, read_length(folder, config)), 0)
+    sizes = resolve_sizes(read_model_config(folder), 0)
     bos_id, stop_ids = read_special_ids(config, sizes.vocab_size)
     told = read_beside(folder)
     # Otherwise texts do not begin with bos: some models name a bos that their training did not use.
@@ -210,7 +205,6 @@ def _open_export(folder: Path) -> Weights:
         bos=bos,
         bos_id=bos_id,
         stop_ids=stop_ids,
-        limit=find_window(config),
     )
 
 

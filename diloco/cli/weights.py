@@ -44,7 +44,8 @@ def export(
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
     transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a
-    Qwen2, with model.experts as a Mixtral, OLMoE, Qwen3-MoE or DeepSeek-V3), without any code of
+    Qwen2, with model.experts as a Mixtral, OLMoE, Qwen3-MoE or DeepSeek-V3, with model.decoder as
+    the type that computes it), without any code of
     this project. A run with model.init_from=OUT starts from it.
     """
     from diloco.checkpoints.signing import SignatureOptions

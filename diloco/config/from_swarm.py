@@ -49,7 +49,10 @@ NOT_FROM_SWARM: dict[str, Origin] = {
 FROM_SWARM = {
     "": "name seed order_seed params param_names code_sha256",
     "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta "
-    "norm_eps qk_norm qkv_bias tie_embeddings",
+    "norm_eps qk_norm qkv_bias tie_embeddings model_type",
+    "model.decoder": "norm norm_place parallel activation gated out_bias ffn_bias positions max_positions rotary_dim "
+    "no_rope_every query_dim score_cap logit_cap embed_scale logit_scale",
+    "model.decoder.window": "size full_every first_layer rope_theta",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim",
     "model.experts": "number per_token dim shared dense_layers scores groups kept_groups renormalise scale capacity",

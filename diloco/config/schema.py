@@ -171,9 +171,7 @@ def fill_sizes(config: Config) -> Config:
         folder = config.initial_weights(config.for_island(config.island.index))
         if folder is None:
             return config
-        return config.model_copy(
-            update={"model": fill_sizes_from_folder(config.model, folder, longest_sequence(config))}
-        )
+        return config.model_copy(update={"model": fill_sizes_from_folder(config.model, folder)})
     except InputError as error:
         raise ConfigError(str(error)) from None
 

@@ -3,6 +3,7 @@ errors appear fast.
 """
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
+from inner.config.decoder import Activation, DecoderConfig, NormKind, WindowConfig
 from inner.config.experts import BalanceConfig, ExpertsConfig, LatentConfig, PredictConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, QkNorm, RopeScaling
 from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup, SpikeConfig
@@ -21,16 +22,19 @@ from inner.config.stages import StageConfig
 __all__ = [
     "ROPE_KEYS",
     "Accumulate",
+    "Activation",
     "AveragingConfig",
     "BalanceConfig",
     "ContextMethod",
     "DataConfig",
+    "DecoderConfig",
     "EvaluateConfig",
     "ExpertsConfig",
     "LatentConfig",
     "MeshConfig",
     "MixtureEntry",
     "ModelConfig",
+    "NormKind",
     "OptimizerConfig",
     "ParallelConfig",
     "ParamGroup",
@@ -45,4 +49,5 @@ __all__ = [
     "SourceConfig",
     "SpikeConfig",
     "StageConfig",
+    "WindowConfig",
 ]

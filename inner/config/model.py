@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from inner.config.decoder import DecoderConfig
 from inner.config.experts import ExpertsConfig, LatentConfig, PredictConfig
 from inner.config.section import Section
 from inner.import_path import Options, one_of
 
+FusedType = Literal["phi3", "gpt_neox", "gpt2", "falcon", "mpt"]
 QkNorm = bool | Literal["whole"]
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
@@ -27,7 +29,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """For each type of RoPE scaling: the keys that it needs beside `rope_type` and `factor`, and the
 keys that it also accepts."""
 
-LATER = ("experts", "latent", "predict")
+LATER = ("experts", "latent", "predict", "decoder", "model_type")
 """Fields of the model's section that were added later."""
 
 
@@ -128,12 +130,18 @@ class ModelConfig(Section):
     position together, as in OLMoE."""
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
+    decoder: DecoderConfig | None = None
+    """What distinguishes other families of decoders: norms, activations, positions, windows, soft
+    caps. null: as the preset, or as in Llama."""
     experts: ExpertsConfig | None = None
     """A mixture of experts instead of one feed-forward per block. null: as the preset, or none."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, as in DeepSeek-V3. null: as the preset, or ordinary attention."""
     predict: PredictConfig | None = None
     """Multi-token prediction, as in DeepSeek-V3. null: as the preset, or none."""
+    model_type: FusedType | None = None
+    """The model type of transformers of an export, where several compute this model and hold its
+    tensors in another way. It is taken from init_from. null: the first that computes it."""
     tie_embeddings: bool | None = None
     """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
 

@@ -3,6 +3,7 @@ belong to.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,13 @@ class Packing:
     """A copy of `bounds_N` on the CPU."""
     longest: int
     """Number of positions of the longest document (max_seqlen)."""
+
+    @cached_property
+    def starts_BT(self) -> Tensor:
+        """Where the document of each position of the whole sequences begins; int64 on the CPU."""
+        is_first_BT = np.diff(self.sequences_BT, axis=1, prepend=-1) != 0
+        begins_BT = np.where(is_first_BT, np.arange(self.sequences_BT.shape[1]), 0)
+        return torch.from_numpy(np.maximum.accumulate(begins_BT, axis=1))
 
 
 def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: torch.device) -> Packing:

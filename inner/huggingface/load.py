@@ -18,7 +18,7 @@ from inner.huggingface.file_layout import FileLayout
 from inner.huggingface.files import check_header, weights_files
 from inner.huggingface.mixtures import is_interleaved, num_predictors
 from inner.huggingface.model_config import read_config
-from inner.huggingface.names import OUTSIDE
+from inner.huggingface.names import names_of
 from inner.model.experts import mixtures
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 DTYPES = ("F32", "BF16", "F16", "F64")
 MOST_NAMED = 8
 ROWS_AT_ONCE = 4096
-EMBEDDING = OUTSIDE["embed.weight"]
-HEAD = OUTSIDE["head.weight"]
 OF_EXPERTS = ".experts."
 FUSED = re.compile(r"\.experts\.[a-z]")
 """Part of the name of a tensor that holds a matrix of all experts."""
@@ -55,8 +53,11 @@ class StoredWeights:
         order = self.layout.rows(name, range(*rows))
         # The rows in another order are within the same head, or nearly so: few others are read.
         first, end = rows if order is None else (min(order), max(order) + 1)
-        values = stored[first:end, slice(*cols)] if len(stored.get_shape()) == 2 else stored[first:end]
-        values = values.view(-1, cols[1] - cols[0]).float()
+        if self.layout.has_columns_first(name):
+            values = stored[slice(*cols), first:end].t()
+        else:
+            values = stored[first:end, slice(*cols)] if len(stored.get_shape()) == 2 else stored[first:end]
+        values = values.reshape(-1, cols[1] - cols[0]).float()
         if order is not None:
             values = values[torch.tensor(order) - first]
         if not torch.isfinite(values).all():
@@ -85,19 +86,15 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec], layout: FileLayout) -
                 check_header(path)
                 file = files.enter_context(safe_open(path, framework="pt"))
             # Old exports contain RoPE's table, which is computed from the config here.
-            names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
-            slices |= {name: file.get_slice(name) for name in names}
-        if is_tied(specs) and HEAD in slices and not _are_equal(slices[HEAD], slices.get(EMBEDDING)):
-            raise InputError(
-                f"{folder}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings in its config.json says that "
-                "they are equal; set it to false if the model has a head of its own, or remove the tensor"
-            )
+            ignored = ("rotary_emb.inv_freq", *names_of(layout.model_type).ignored)
+            names = [name for name in file.keys() if not name.endswith(ignored)]  # noqa: SIM118
+            slices |= {layout.full_name(name): file.get_slice(name) for name in names}
         if is_tied(specs):
-            slices.pop(HEAD, None)
+            _leave_out_head(folder, slices, layout)
         _leave_out_predictors(folder, slices, layout)
         _leave_out_copies(folder, slices, layout)
         _check_experts(folder, slices, specs)
-        _check(folder, slices, {layout.name(spec.name): spec.shape for spec in expected})
+        _check(folder, slices, {layout.name(spec.name): layout.shape(spec.name, spec.shape) for spec in expected})
         yield StoredWeights(folder, layout, slices)
         slices.clear()
 
@@ -115,6 +112,18 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
     starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
     return all(torch.equal(one[at : at + ROWS_AT_ONCE], other[at : at + ROWS_AT_ONCE]) for at in starts)
+
+
+def _leave_out_head(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:
+    """Remove the head of a tied model. Raises InputError if it is not a copy of the embedding."""
+    head = layout.name("head.weight")
+    embedding = layout.name("embed.weight")
+    if head in slices and not _are_equal(slices[head], slices.get(embedding)):
+        raise InputError(
+            f"{folder}: {head} differs from {embedding}, but tie_word_embeddings in its config.json says that "
+            "they are equal; set it to false if the model has a head of its own, or remove the tensor"
+        )
+    slices.pop(head, None)
 
 
 def _leave_out_predictors(folder: Path, slices: dict[str, Any], layout: FileLayout) -> None:

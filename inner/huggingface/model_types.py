@@ -1,17 +1,13 @@
-"""The model types of transformers that can be imported and exported, and features of a config.json
-that are refused. No torch here.
-
-All types are the same decoder with small differences: Llama 1 to 3.2, SmolLM 1 and 2, Mistral,
-Qwen2 and 2.5, Qwen3, with experts Qwen3-MoE, OLMoE, Mixtral and DeepSeek-V3, and other models whose
-config.json names one of these types. What is special to experts is in mixtures.py.
+"""The model type with which transformers computes a model, and features of a config.json that are
+refused. No torch here.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-from inner.config import QkNorm
 from inner.errors import InputError
+from inner.huggingface.decoder_export import build_decoder_keys, find_decoder_obstacles
+from inner.huggingface.decoders import find_unsupported_decoder
 from inner.huggingface.mixtures import (
     DEEPSEEK,
     build_mixture_keys,
@@ -21,73 +17,34 @@ from inner.huggingface.mixtures import (
     has_latent,
 )
 from inner.huggingface.rope_settings import find_unsupported_rope
+from inner.huggingface.type_table import FIXED, MODEL_TYPES
 from inner.model.sizes import ModelSizes
 
-SIZES = {
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-
-
-@dataclass(frozen=True)
-class ModelType:
-    """A model type: its distinctive features, and the defaults of transformers for keys that a
-    config.json leaves out.
-    """
-
-    architecture: str
-    qk_norm: QkNorm = False
-    qkv_bias: bool = False
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    head_dim: int | None = None
-    """Size of a head if the config.json does not give it. None: dim / num_heads."""
-    num_kv_heads_is_optional: bool = False
-    slides_by_default: bool = True
-    """Whether a sliding_window is in use without use_sliding_window."""
-    slides_in_some_layers: bool = False
-    """Whether max_window_layers or layer_types name the layers in which attention slides."""
-    sliding_window: int | None = None
-    """The window if the config.json has no such key."""
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of this type alone that are like FIXED."""
-
-
-MODEL_TYPES = {
-    "llama": ModelType("LlamaForCausalLM", num_kv_heads_is_optional=True),
-    "mistral": ModelType("MistralForCausalLM", sliding_window=4096),
-    "qwen2": ModelType("Qwen2ForCausalLM", qkv_bias=True, slides_by_default=False, slides_in_some_layers=True),
-    "qwen3": ModelType(
-        "Qwen3ForCausalLM", qk_norm=True, head_dim=128, slides_by_default=False, slides_in_some_layers=True
-    ),
-    "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM", qk_norm=True, slides_by_default=False, fixed={"decoder_sparse_step": (1,)}
-    ),
-    "olmoe": ModelType(
-        "OlmoeForCausalLM", qk_norm="whole", norm_eps=1e-5, num_kv_heads_is_optional=True, fixed={"clip_qkv": (None,)}
-    ),
-    "mixtral": ModelType("MixtralForCausalLM", norm_eps=1e-5, rope_theta=1e6),
-    DEEPSEEK: ModelType(
-        "DeepseekV3ForCausalLM",
-        fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    ),
-}
-FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
-    "quantization_config": (None,),
-}
-"""Keys for which this model supports only one value, with all names of that value. null counts as
-that value."""
-WINDOW_LAYERS = 28
-"""The first layer with a sliding window in Qwen2 and Qwen3 if the config.json does not set it."""
-SLIDING = "sliding_attention"
+ATTEMPTS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "gpt_neox",
+    "gpt2",
+    "cohere",
+    "falcon",
+    "mpt",
+)
+"""Dense types, in the order in which they are tried for an export."""
+WITHOUT_PAD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "mixtral", DEEPSEEK)
+"""Types without a padding token if the config.json names none. Others take one that may not be in
+the vocabulary."""
+OPTIONAL = {"gpt2": ("ffn_dim",), "falcon": ("ffn_dim",)}
+"""Sizes that a config.json may leave out: the feed-forward is then four times as wide as the
+stream."""
 
 
 def choose_model_type(sizes: ModelSizes) -> str:
@@ -109,7 +66,7 @@ def find_export_obstacles(sizes: ModelSizes, bias_speed: float) -> list[str]:
     optimizer.balance.bias_speed; empty if it can.
     """
     model_type = _nearest_type(sizes)
-    obstacles = list(find_obstacles(sizes, model_type))
+    obstacles = [*find_decoder_obstacles(sizes, model_type), *find_obstacles(sizes, model_type)]
     if sizes.experts is not None and bias_speed and not has_biases(model_type):
         obstacles.append(
             f"optimizer.balance.bias_speed is {bias_speed:g}, and routers of {model_type} have no biases; 0 keeps "
@@ -124,13 +81,10 @@ def _nearest_type(sizes: ModelSizes) -> str:
         return DEEPSEEK
     if sizes.experts is not None:
         return {True: "qwen3_moe", "whole": "olmoe", False: "mixtral"}[sizes.qk_norm]
-    if sizes.qk_norm:
-        return "qwen3"
-    if sizes.qkv_bias:
-        return "qwen2"
-    # transformers refuses a Llama whose width is not a multiple of its heads, even if the size of a
-    # head is given.
-    return "mistral" if sizes.dim % sizes.num_heads else "llama"
+    obstacles = {name: len(list(find_decoder_obstacles(sizes, name))) for name in ATTEMPTS}
+    if sizes.model_type is not None and not obstacles.get(sizes.model_type, 1):
+        return sizes.model_type
+    return min(obstacles, key=lambda name: obstacles[name])
 
 
 def build_type_keys(sizes: ModelSizes) -> dict[str, Any]:
@@ -140,69 +94,36 @@ def build_type_keys(sizes: ModelSizes) -> dict[str, Any]:
     model_type = choose_model_type(sizes)
     keys: dict[str, Any] = {"architectures": [MODEL_TYPES[model_type].architecture], "model_type": model_type}
     keys |= build_mixture_keys(sizes, model_type)
-    if model_type in ("llama", "qwen3", "qwen3_moe", "olmoe", DEEPSEEK):
+    if sizes.experts is None and sizes.latent is None:
+        keys |= {key: values[-1] for key, values in MODEL_TYPES[model_type].fixed.items()}
+    if model_type not in WITHOUT_PAD:
+        keys["pad_token_id"] = None
+    if model_type in ("qwen3", "qwen3_moe", "olmoe", DEEPSEEK, "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text"):
         keys["attention_bias"] = False
-    if model_type == "llama":
-        keys["mlp_bias"] = False
-    if model_type == "olmoe":
-        keys["clip_qkv"] = None
-    if model_type in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
-        keys["sliding_window"] = None
-    if model_type in ("qwen2", "qwen3", "qwen3_moe"):
-        keys["use_sliding_window"] = False
-    return keys
+    return keys | build_decoder_keys(sizes, model_type)
 
 
-def find_window(config: dict[str, Any]) -> int | None:
-    """Return the sliding window of a supported type, in tokens; None if attention sees the whole
-    sequence in all layers.
-    """
-    model_type = MODEL_TYPES[config["model_type"]]
-    window = config.get("sliding_window", model_type.sliding_window)
-    if window is None or not config.get("use_sliding_window", model_type.slides_by_default):
-        return None
-    if not model_type.slides_in_some_layers:
-        return window
-    if layer_types := config.get("layer_types"):
-        return window if SLIDING in layer_types else None
-    first = config.get("max_window_layers", WINDOW_LAYERS)
-    num_layers = config.get("num_hidden_layers")
-    return None if isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers else window
-
-
-def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[str]:
-    """Yield messages about features of a config.json that this model does not support.
-
-    `longest`: number of tokens in the longest sequence that will be computed; None: the maximum of
-    the config.json.
-    """
+def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
+    """Yield messages about features of a config.json that this model does not support."""
     name = config.get("model_type")
     if name not in MODEL_TYPES:
         yield f"model_type is {name!r}; allowed: {', '.join(MODEL_TYPES)}"
         return
     model_type = MODEL_TYPES[name]
-    required = [key for ours, key in SIZES.items() if ours != "num_kv_heads"]
+    optional = {"num_kv_heads", *OPTIONAL.get(name, ())}
+    required = [key for ours, key in model_type.size_keys.items() if ours not in optional]
     yield from (f"{key} is missing" for key in required if config.get(key) is None)
-    if "num_key_value_heads" not in config and not model_type.num_kv_heads_is_optional:
-        yield "num_key_value_heads is missing"
-    for key, allowed in {**FIXED, **model_type.fixed}.items():
+    key = model_type.size_keys.get("num_kv_heads")
+    if key is not None and key not in config and not model_type.num_kv_heads_is_optional:
+        yield f"{key} is missing"
+    free = {*model_type.bias_keys, *([] if model_type.rotary_factor is None else ["partial_rotary_factor"])}
+    general = {key: allowed for key, allowed in FIXED.items() if key not in free}
+    for key, allowed in {**general, **model_type.fixed}.items():
         if config.get(key) not in (None, *allowed):
             yield f"{key} is {config[key]!r}; allowed: {', '.join(map(repr, allowed))}"
-    yield from _find_unsupported_window(config, longest or config.get("max_position_embeddings"))
+    yield from find_unsupported_decoder(config)
     yield from find_unsupported_rope(config)
     yield from find_unsupported_mixture(config)
-
-
-def _find_unsupported_window(config: dict[str, Any], longest: object) -> Iterator[str]:
-    window = find_window(config)
-    types = set(config.get("layer_types") or ())
-    if window is not None and not (isinstance(window, int) and isinstance(longest, int) and longest <= window):
-        yield (
-            f"sliding_window is {window!r}; attention here sees the whole sequence, which gives the same result only "
-            f"up to the length of the window (data.seq_len), and sequences have {longest!r} tokens"
-        )
-    if unknown := types - {"full_attention", *([] if window is None else [SLIDING])}:
-        yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
 
 
 def read_head_dim(config: dict[str, Any]) -> int | None:
@@ -212,8 +133,9 @@ def read_head_dim(config: dict[str, Any]) -> int | None:
     if has_latent(config["model_type"]):
         return None
     head_dim = config.get("head_dim") or MODEL_TYPES[config["model_type"]].head_dim
-    dim = config["hidden_size"]
-    num_heads = config["num_attention_heads"]
+    keys = MODEL_TYPES[config["model_type"]].size_keys
+    dim = config[keys["dim"]]
+    num_heads = config[keys["num_heads"]]
     if head_dim is None or not isinstance(dim, int) or not isinstance(num_heads, int):
         return None
     return head_dim if head_dim * num_heads != dim else None

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from inner.config import ROPE_KEYS, RopeScaling
+from inner.huggingface.type_table import FULL, MODEL_TYPES, SLIDING, ModelType
 from inner.model.sizes import ModelSizes
 
 IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -19,14 +20,30 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     in older versions.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if MODEL_TYPES[config["model_type"]].has_rope_by_layer_type and isinstance(rope, dict) and FULL in rope:
+        rope = rope[FULL] or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
     return rope
 
 
-def read_theta(config: dict[str, Any], default: float) -> float:
-    """Return the base of the wavelengths; `default` if the config.json does not give it."""
-    return rope_settings(config).get("rope_theta") or config.get("rope_theta", default)
+def read_theta(config: dict[str, Any], model_type: ModelType) -> float:
+    """Return the base of the wavelengths; that of the type if the config.json does not give it."""
+    given = rope_settings(config).get("rope_theta") or config.get(model_type.theta_key)
+    return model_type.rope_theta if given is None else given
+
+
+def read_window_theta(config: dict[str, Any], model_type: ModelType) -> float | None:
+    """Return the base of the wavelengths in layers with a window, where RoPE is then not scaled;
+    None if RoPE is there as in other layers.
+    """
+    if not model_type.has_rope_by_layer_type:
+        return None
+    rope = config.get("rope_parameters") or {}
+    theta = read_theta(config, model_type)
+    default = config.get("rope_local_base_freq", model_type.window_theta or theta)
+    of_windows = (rope.get(SLIDING) or {}).get("rope_theta", default)
+    return None if of_windows == theta and _type_of(config) == "default" else of_windows
 
 
 def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
@@ -54,8 +71,14 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
     """Yield messages about settings of RoPE that this model does not support."""
     rope = rope_settings(config)
     rope_type = _type_of(config)
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
+    is_partial = MODEL_TYPES[config["model_type"]].rotary_factor is not None
+    if rope.get("partial_rotary_factor") not in (None, 1.0) and not is_partial:
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
+    of_windows = config.get("rope_parameters") or {}
+    if MODEL_TYPES[config["model_type"]].has_rope_by_layer_type and isinstance(of_windows.get(SLIDING), dict):
+        window_type = of_windows[SLIDING].get("rope_type", "default")
+        if window_type != "default":
+            yield f"rope_parameters.{SLIDING} has rope_type {window_type!r}; allowed: default"
     if rope_type == "default":
         return
     if rope_type not in ROPE_KEYS:
@@ -73,16 +96,27 @@ def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
         yield f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-def build_rope_settings(sizes: ModelSizes, seq_len: int) -> dict[str, Any]:
+def build_rope_settings(sizes: ModelSizes, seq_len: int, model_type: ModelType) -> dict[str, Any]:
     """Return the keys of a config.json that define RoPE, for a model trained on sequences of
     `seq_len`.
     """
+    if sizes.decoder.positions != "rope":
+        return {}
     scaling = sizes.rope_scaling
     # Dynamic scaling begins beyond the length in the config.
     is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
+    scaled = None if scaling is None else scaling.model_dump(exclude_none=True)
+    by_layer_type: dict[str, Any] = {}
+    if model_type.has_rope_by_layer_type:
+        window = sizes.decoder.window
+        of_windows = sizes.rope_theta if window is None or window.rope_theta is None else window.rope_theta
+        full = {"rope_type": "default", **(scaled or {}), "rope_theta": sizes.rope_theta}
+        sliding = {"rope_type": "default", "rope_theta": of_windows}
+        by_layer_type = {"rope_parameters": {FULL: full, SLIDING: sliding}, "rope_local_base_freq": of_windows}
     return {
-        "rope_theta": sizes.rope_theta,
-        "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
+        **by_layer_type,
+        model_type.theta_key: sizes.rope_theta,
+        "rope_scaling": scaled,
         "max_position_embeddings": scaling.original_length if scaling is not None and is_dynamic else seq_len,
     }
 

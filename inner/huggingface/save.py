@@ -125,7 +125,9 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
     ours = {layout.name(name): name for name in tensors} | layout.copies
     # Use the meta device, because only the sizes are needed.
     shapes = {
-        theirs: torch.empty(tensors[name].shape, dtype=_stored_dtype(name, export), device="meta")
+        theirs: torch.empty(
+            layout.shape(name, tuple(tensors[name].shape)), dtype=_stored_dtype(name, export), device="meta"
+        )
         for theirs, name in ours.items()
     }
     split = huggingface_hub.split_torch_state_dict_into_shards(shapes, max_shard_size=export.shard_bytes)
@@ -133,7 +135,7 @@ def _write_weights(tensors: Mapping[str, Tensor], export: Export, layout: FileLa
         stored = {}
         for theirs in names:
             name = ours[theirs]
-            arranged = _arrange(tensors[name], name, layout)
+            arranged = _arrange(tensors, name, layout)
             arranged = arranged.to(_stored_dtype(name, export)).contiguous()
             # safetensors refuses tensors that share memory.
             stored[theirs] = arranged.clone() if theirs in layout.copies else arranged
@@ -147,14 +149,16 @@ def _stored_dtype(name: str, export: Export) -> torch.dtype:
     return torch.float32 if is_router_bias(name) else DTYPES[export.dtype]
 
 
-def _arrange(tensor: Tensor, name: str, layout: FileLayout) -> Tensor:
-    """Return a whole tensor with its rows in the order of the folder."""
-    order = layout.rows(name, range(len(tensor)))
-    if order is None:
-        return tensor
-    arranged = torch.empty_like(tensor)
-    arranged[torch.tensor(order)] = tensor
-    return arranged
+def _arrange(tensors: Mapping[str, Tensor], name: str, layout: FileLayout) -> Tensor:
+    """Return the folder's tensor that holds a parameter, perhaps together with others."""
+    parts = layout.parts(name)
+    whole = tensors[name]
+    if len(parts) > 1 or layout.rows(name, range(len(whole))) is not None:
+        whole = whole.new_empty(sum(len(tensors[part]) for part in parts), *whole.shape[1:])
+        for part in parts:
+            order = layout.rows(part, range(len(tensors[part])))
+            whole[torch.tensor(order)] = tensors[part]
+    return whole.t() if layout.has_columns_first(name) else whole
 
 
 def _write_json(path: Path, values: object) -> None:

@@ -38,8 +38,22 @@ class ActivationMemory:
             return self.stream + (kept_choices(self.work) if has_experts else 0)
         if recompute == "selective":
             return self.stream + self._attention.products + feed_forward.products + self._gathered(has_experts)
-        outside = 2 * self.stream_norm + input_bytes(self.work) + feed_forward.kept
+        outside = self._outside_halves + feed_forward.kept
         return outside if recompute == "attention" else outside + self._attention.kept
+
+    @property
+    def _outside_halves(self) -> int:
+        """Return the bytes that a layer keeps for its norms, and the input of attention."""
+        decoder = self.work.sizes.decoder
+        num_norms = decoder.norms_inputs + decoder.has_ffn_norm + 2 * decoder.norms_outputs
+        inputs = input_bytes(self.work)
+        if decoder.parallel == "one_norm":
+            # Attention and feed-forward have the same input, which counts with the latter.
+            return self.stream_norm if self.work.degrees.tp == 1 else self.stream_norm + inputs
+        if decoder.parallel == "two_norms" and self.device_type != "cpu":
+            # Both norms have the same input.
+            return 2 * self.stream_norm + inputs - self.stream
+        return num_norms * self.stream_norm + inputs
 
     @property
     def stream(self) -> int:
@@ -131,6 +145,8 @@ def loss_memory(work: Workload) -> LossMemory:
     # the gradients of the table.
     casts = itemsize if itemsize < FP32 else 0
     chunk = max((FP32 + casts) * logits, casts * (logits + table))
+    # The derivative of a soft cap, and its product with the gradient.
+    chunk += (FP32 + itemsize) * logits * (work.sizes.decoder.logit_cap is not None)
     before = itemsize * (num_losses - 1) * (2 * inputs + table)
     kept = num_losses * itemsize * (inputs + table)
     return LossMemory(kept, before + 2 * itemsize * inputs + FP32 * table + chunk)

@@ -31,9 +31,11 @@ class HalfMemory:
 
 
 def norm_bytes(work: Workload, device_type: str, numel: int, rows: int) -> int:
-    """Return the bytes of a norm's input and one statistic per row. On a CPU both are fp32, and
-    the normed input is added.
+    """Return the bytes of a norm's input and one statistic per row; of LayerNorm two. On a CPU
+    RMSNorm keeps both in fp32, and the normed input, too.
     """
+    if work.sizes.decoder.norm in ("layer", "layer_unbiased"):
+        return work.compute_itemsize * numel + 2 * FP32 * rows
     if device_type == "cpu":
         return 2 * FP32 * numel + FP32 * rows
     return work.compute_itemsize * numel + FP32 * rows
@@ -119,12 +121,14 @@ def feed_forward_memory(work: Workload, has_experts: bool) -> HalfMemory:
     inputs = input_bytes(work)
     hidden = work.compute_itemsize * work.tokens * -(-work.sizes.ffn_dim // work.degrees.tp)
     down = work.compute_itemsize * work.sizes.dim * -(-work.sizes.ffn_dim // work.degrees.tp)
-    # It keeps four hidden tensors: gate, its SiLU, up, and their product.
+    # It keeps four hidden tensors: gate, its SiLU, up, and their product; without a gate up and its GELU.
+    is_gated = work.sizes.decoder.gated
+    num_products = 2 if is_gated else 1
     return HalfMemory(
-        kept=inputs + 4 * hidden,
-        products=2 * hidden + inputs,
-        outputs=2 * hidden + inputs,
-        backward=2 * hidden + inputs + down,
+        kept=inputs + (4 if is_gated else 2) * hidden,
+        products=num_products * hidden + inputs,
+        outputs=num_products * hidden + inputs,
+        backward=num_products * hidden + inputs + down,
     )
 
 

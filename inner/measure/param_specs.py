@@ -13,15 +13,15 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     """Return full name and shape of every parameter, in the order of
     `Transformer.named_parameters()`.
     """
-    table = sizes.vocab_size, sizes.dim
-    specs = [ParamSpec("embed.weight", table)]
+    outside = [ParamSpec(name, shape) for name, shape in sizes.outside_params.items()]
+    num_before = next(number for number, spec in enumerate(outside) if spec.name == "norm.weight")
+    specs = outside[:num_before]
     blocks = {has_experts: _block_specs(sizes, has_experts) for has_experts in (False, sizes.experts is not None)}
     of_depth = _block_specs(sizes, sizes.experts is not None, predicts=True)
     for layer in sizes.all_layers:
         block = of_depth if layer in sizes.predicting_layers else blocks[sizes.has_experts(layer)]
         specs += [ParamSpec(f"layers.{layer}.{name}", shape) for name, shape in block]
-    specs.append(ParamSpec("norm.weight", (sizes.dim,)))
-    return tuple(specs if sizes.tie_embeddings else [*specs, ParamSpec("head.weight", table)])
+    return (*specs, *outside[num_before:])
 
 
 def averaged_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
@@ -52,13 +52,12 @@ def num_active(sizes: ModelSizes) -> int:
     depths, which only training uses. It is the number of all other parameters, unless the model is a
     mixture of experts.
     """
-    num_tables = 1 if sizes.tie_embeddings else 2
     layers = (
         param.active_numel(sizes)
         for layer in range(sizes.num_layers)
         for param in block_params(sizes, has_experts=sizes.has_experts(layer))
     )
-    return num_tables * sizes.vocab_size * sizes.dim + sum(layers) + sizes.dim
+    return sum(map(prod, sizes.outside_params.values())) + sum(layers)
 
 
 def num_elements(specs: Sequence[ParamSpec]) -> int:

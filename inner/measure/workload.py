@@ -224,7 +224,18 @@ class Workload:
     def embedding(self, stage: Stage) -> "FsdpParamGroup":
         """Return the table of the embedding; empty if the head has the same table."""
         embeds = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
-        return replace(self.table, shapes=self.table.shapes * (embeds and not self.sizes.tie_embeddings))
+        shapes = self.table.shapes * embeds + self.learned_positions(stage)
+        return replace(self.table, shapes=() if self.sizes.tie_embeddings else shapes)
+
+    def learned_positions(self, stage: Stage) -> tuple[tuple[int, int], ...]:
+        """Return the shape of the learned positions, if the stage has any."""
+        learned = self.sizes.decoder.max_positions
+        return () if learned is None or not stage.is_first else ((learned, self.sizes.dim),)
+
+    @property
+    def last_norm(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the parameters of the last norm."""
+        return ((self.sizes.dim, 1),) * (2 if self.sizes.decoder.has_norm_bias else 1)
 
     def root(self, stage: Stage) -> "FsdpParamGroup":
         """Return the other parameters outside a stage's layers: the last norm and the head, or the
@@ -237,8 +248,8 @@ class Workload:
     def ends(self, stage: Stage) -> "FsdpParamGroup":
         """Return the same without extra depths: what FSDP gathers together."""
         has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
-        norm = ((self.sizes.dim, 1),) * stage.is_last
-        return replace(self.table, shapes=self.table.shapes * has_table + norm)
+        learned = self.learned_positions(stage) if self.sizes.tie_embeddings else ()
+        return replace(self.table, shapes=self.table.shapes * has_table + learned + self.last_norm * stage.is_last)
 
     def _groups_of(self, layer: int) -> tuple["FsdpParamGroup", ...]:
         """Return the parameters of a layer, or of the block of an extra depth."""
@@ -269,11 +280,12 @@ class Workload:
         gradients, in the order in which they are sent.
         """
         table = FP32 * self.table.numel
-        norm = FP32 * self.sizes.dim
+        norm = FP32 * self.sizes.dim * len(self.last_norm)
         has_own_head = stage.is_last and not self.sizes.tie_embeddings
         has_embedding = stage.is_first or (stage.is_last and self.sizes.last_stage_embeds)
         layers = [FP32 * sum(group.numel for group in self._groups_of(layer)) for layer in reversed(stage.layers)]
-        groups = [norm * stage.is_last + table * has_own_head, *layers, table * has_embedding]
+        learned = FP32 * sum(rows * cols for rows, cols in self.learned_positions(stage))
+        groups = [norm * stage.is_last + table * has_own_head, *layers, table * has_embedding + learned]
         sizes = [size for size in groups if size]
         return [sum(sizes[index] for index in bucket) for bucket in cut_buckets(sizes)]
 

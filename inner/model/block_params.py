@@ -7,7 +7,7 @@ of models, add a line here and a module with the same name in transformer.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -29,6 +29,7 @@ Place = Literal["every block", "dense blocks", "blocks with experts", "extra dep
 """The blocks that have a parameter. A block is dense unless its feed-forward is a mixture of
 experts. Those of extra depths are of either kind, and predict further tokens."""
 Size = Callable[[ModelSizes], int]
+Exists = Callable[[ModelSizes], bool]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class BlockParam:
     cut: Cut
     huggingface: str
     """The name after `model.layers.<number>.` in Hugging Face's files."""
-    exists: Callable[[ModelSizes], bool] = lambda sizes: True
+    exists: Exists = lambda sizes: True
     place: Place = "every block"
 
     @property
@@ -196,6 +197,22 @@ def _has_bias(sizes: ModelSizes) -> bool:
     return sizes.qkv_bias
 
 
+def _has_out_bias(sizes: ModelSizes) -> bool:
+    return sizes.decoder.out_bias
+
+
+def _norms_inputs(sizes: ModelSizes) -> bool:
+    return sizes.decoder.norms_inputs
+
+
+def _norms_outputs(sizes: ModelSizes) -> bool:
+    return sizes.decoder.norms_outputs
+
+
+def _has_ffn_norm(sizes: ModelSizes) -> bool:
+    return sizes.decoder.has_ffn_norm
+
+
 def _has_qk_norms(sizes: ModelSizes) -> bool:
     return bool(sizes.qk_norm)
 
@@ -220,16 +237,50 @@ def _has_shared(sizes: ModelSizes) -> bool:
     return sizes.experts is not None and sizes.experts.shared > 0
 
 
-def _ffn(
-    module: str, dim: Size, huggingface: str, exists: Callable[[ModelSizes], bool], place: Place
-) -> tuple[BlockParam, ...]:
-    """Return the three matrices of a SwiGLU feed-forward of width `dim`."""
-    first: Cut = "experts" if module + "." == EXPERTS else "hidden"
-    last: Cut = "experts" if module + "." == EXPERTS else "columns of hidden"
+def _ffn(module: str, dim: Size, huggingface: str, exists: Exists, place: Place) -> tuple[BlockParam, ...]:
+    """Return the matrices of a feed-forward of width `dim`, and their biases."""
+    is_expert = module + "." == EXPERTS
+    first: Cut = "experts" if is_expert else "hidden"
+    last: Cut = "experts" if is_expert else "columns of hidden"
+
+    def has_gate(sizes: ModelSizes) -> bool:
+        return exists(sizes) and sizes.decoder.gated
+
+    def with_bias(name: str, shape: tuple[Size, Size], cut: Cut, has: Exists) -> tuple[BlockParam, ...]:
+        weight = BlockParam(f"{module}.{name}.weight", shape, cut, f"{huggingface}.{name}.weight", has, place)
+        return _with_bias(weight, lambda sizes: has(sizes) and sizes.decoder.ffn_bias)
+
     return (
-        BlockParam(f"{module}.gate_proj.weight", (dim, _dim), first, f"{huggingface}.gate_proj.weight", exists, place),
-        BlockParam(f"{module}.up_proj.weight", (dim, _dim), first, f"{huggingface}.up_proj.weight", exists, place),
-        BlockParam(f"{module}.down_proj.weight", (_dim, dim), last, f"{huggingface}.down_proj.weight", exists, place),
+        *with_bias("gate_proj", (dim, _dim), first, has_gate),
+        *with_bias("up_proj", (dim, _dim), first, exists),
+        *with_bias("down_proj", (_dim, dim), last, exists),
+    )
+
+
+def _norm(name: str, huggingface: str, exists: Exists, dim: Size = _dim, cut: Cut = "stream") -> tuple[BlockParam, ...]:
+    """Return the weight of a norm, and its bias, which only LayerNorm has."""
+    weight = BlockParam(f"{name}.weight", (dim,), cut, f"{huggingface}.weight", exists)
+    return _with_bias(weight, lambda sizes: exists(sizes) and sizes.decoder.has_norm_bias)
+
+
+def _projection(
+    name: str, shape: tuple[Size, Size], cut: Cut, exists: Exists, has_bias: Exists
+) -> tuple[BlockParam, ...]:
+    """Return a matrix of attention, and its bias."""
+    return _with_bias(BlockParam(f"attention.{name}.weight", shape, cut, f"self_attn.{name}.weight", exists), has_bias)
+
+
+def _with_bias(weight: BlockParam, exists: Exists) -> tuple[BlockParam, BlockParam]:
+    """Return a weight, and the bias beside it. The bias of a matrix that writes to the stream is
+    added there, once.
+    """
+    return weight, replace(
+        weight,
+        name=weight.name.removesuffix("weight") + "bias",
+        sizes_of=weight.sizes_of[:1],
+        cut="stream" if weight.cut.startswith("columns") else weight.cut,
+        huggingface=weight.huggingface.removesuffix("weight") + "bias",
+        exists=exists,
     )
 
 
@@ -238,13 +289,10 @@ def _always(_: ModelSizes) -> bool:
 
 
 BLOCK_PARAMS = (
-    BlockParam("attention_norm.weight", (_dim,), "stream", "input_layernorm.weight"),
-    BlockParam("attention.q_proj.weight", (_q_dim, _dim), "heads", "self_attn.q_proj.weight", _has_q_proj),
-    BlockParam("attention.q_proj.bias", (_q_dim,), "heads", "self_attn.q_proj.bias", _has_bias),
-    BlockParam("attention.k_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.k_proj.weight", _is_ordinary),
-    BlockParam("attention.k_proj.bias", (_kv_dim,), "kv_heads", "self_attn.k_proj.bias", _has_bias),
-    BlockParam("attention.v_proj.weight", (_kv_dim, _dim), "kv_heads", "self_attn.v_proj.weight", _is_ordinary),
-    BlockParam("attention.v_proj.bias", (_kv_dim,), "kv_heads", "self_attn.v_proj.bias", _has_bias),
+    *_norm("attention_norm", "input_layernorm", _norms_inputs),
+    *_projection("q_proj", (_q_dim, _dim), "heads", _has_q_proj, _has_bias),
+    *_projection("k_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
+    *_projection("v_proj", (_kv_dim, _dim), "kv_heads", _is_ordinary, _has_bias),
     BlockParam("attention.q_a_proj.weight", (_q_rank, _dim), "latent", "self_attn.q_a_proj.weight", _has_q_rank),
     BlockParam("attention.q_a_norm.weight", (_q_rank,), "latent", "self_attn.q_a_layernorm.weight", _has_q_rank),
     BlockParam("attention.q_b_proj.weight", (_q_dim, _q_rank), "heads", "self_attn.q_b_proj.weight", _has_q_rank),
@@ -255,14 +303,19 @@ BLOCK_PARAMS = (
     BlockParam(
         "attention.kv_b_proj.weight", (_keys_and_values, _kv_rank), "heads", "self_attn.kv_b_proj.weight", _is_latent
     ),
-    BlockParam("attention.out_proj.weight", (_dim, _attended_dim), "columns of heads", "self_attn.o_proj.weight"),
-    BlockParam("attention.q_norm.weight", (_normed_q_dim,), "each head", "self_attn.q_norm.weight", _has_qk_norms),
-    BlockParam("attention.k_norm.weight", (_normed_k_dim,), "each head", "self_attn.k_norm.weight", _has_qk_norms),
-    BlockParam("ffn_norm.weight", (_dim,), "stream", "post_attention_layernorm.weight"),
+    *_with_bias(
+        BlockParam("attention.out_proj.weight", (_dim, _attended_dim), "columns of heads", "self_attn.o_proj.weight"),
+        _has_out_bias,
+    ),
+    *_norm("attention.q_norm", "self_attn.q_norm", _has_qk_norms, _normed_q_dim, "each head"),
+    *_norm("attention.k_norm", "self_attn.k_norm", _has_qk_norms, _normed_k_dim, "each head"),
+    *_norm("attention_out_norm", "post_attention_layernorm", _norms_outputs),
+    *_norm("ffn_norm", "post_attention_layernorm", _has_ffn_norm),
     *_ffn("ffn", _ffn_dim, "mlp", _always, "dense blocks"),
     BlockParam("ffn.router.weight", (_num_experts, _dim), "experts", "mlp.gate.weight", place="blocks with experts"),
     *_ffn("ffn.experts", _expert_dim, "mlp.experts.{}", _always, "blocks with experts"),
     *_ffn("ffn.shared", _shared_dim, "mlp.shared_experts", _has_shared, "blocks with experts"),
+    *_norm("ffn_out_norm", "post_feedforward_layernorm", _norms_outputs),
     BlockParam("joint.token_norm.weight", (_dim,), "stream", "enorm.weight", place="extra depths"),
     BlockParam("joint.stream_norm.weight", (_dim,), "stream", "hnorm.weight", place="extra depths"),
     BlockParam("joint.proj.weight", (_dim, _two_dims), "stream", "eh_proj.weight", place="extra depths"),

@@ -12,6 +12,7 @@ from inner.data.micro_batch import Packing
 from inner.data.tokenizer import Tokenizer
 from inner.errors import InputError
 from inner.model.attention import causal_attention
+from inner.model.span_attention import ScoreRule, build_spans, span_forward
 from inner.model.transformer import Transformer
 
 UNFINISHED = "\ufffd"
@@ -49,7 +50,14 @@ class KeyValueCache:
         self._length = 0
         self._kept_2BTKE: Tensor | None = None
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None = None) -> Tensor:
+    def __call__(
+        self,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        packing: Packing | None = None,
+        rule: ScoreRule | None = None,
+    ) -> Tensor:
         """Return the attention of the new positions to all positions. The first call may have many
         positions, later calls one.
         """
@@ -64,8 +72,12 @@ class KeyValueCache:
         self._kept_2BTKE[0, :, begin : self._length] = k_BSKE
         self._kept_2BTKE[1, :, begin : self._length] = v_BSKE
         if begin == 0:
-            return causal_attention(q_BSHE, k_BSKE, v_BSKE)
+            return causal_attention(q_BSHE, k_BSKE, v_BSKE, None, rule)
         k_BKTE, v_BKTE = self._kept_2BTKE[:, :, : self._length].transpose(2, 3)
+        if rule is not None:
+            spans = build_spans(torch.tensor([begin]), torch.arange(self._length), None, rule.window)
+            y_BHSE, _ = span_forward(q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, spans, rule)
+            return y_BHSE.transpose(1, 2)
         y_BHSE = F.scaled_dot_product_attention(q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, enable_gqa=True)
         return y_BHSE.transpose(1, 2)
 
@@ -104,9 +116,9 @@ def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
     at `begin`; fp32.
     """
     assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
-    x_BSD = model.embed(tokens_BS)
-    rope_2SE = model.rope_2SE[:, begin : begin + tokens_BS.shape[1]]
-    for layer in model.blocks():
+    x_BSD = model.embed_tokens(tokens_BS, begin)
+    for number, layer in model.layers.items():
+        rope_2SE = model.rope_of(int(number))[:, begin : begin + tokens_BS.shape[1]]
         x_BSD = layer(x_BSD, rope_2SE)
     return model.head(model.norm(x_BSD[:, -1:]), model.embed.weight, None)[:, 0].float()
 

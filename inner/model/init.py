@@ -34,20 +34,21 @@ cache."""
 
 def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
     """Fill every parameter and table of materialised stages, sharded or not. No communication."""
-    num_layers = stages[0].sizes.num_layers
+    sizes = stages[0].sizes
+    norm_weight = 0.0 if sizes.decoder.norm == "rms_plus_one" else 1.0
     specs = {spec.name: spec for spec in params.specs}
     for index, param_slice in enumerate(params.slices):
-        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, num_layers))
+        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, sizes.num_layers, norm_weight))
     for stage in stages:
         stage.fill_tables()
 
 
-def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int) -> Tensor:
+def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int, norm_weight: float = 1.0) -> Tensor:
     """Return the slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of
-    the slice are drawn.
+    the slice are drawn. `norm_weight`: the weight with which a norm begins with the factor 1.
     """
     if spec.name.endswith("norm.weight"):
-        return torch.ones(held.shape)
+        return torch.full(held.shape, norm_weight)
     if spec.name.endswith(".bias"):
         return torch.zeros(held.shape)
     # Each layer adds two outputs to the residual stream, whose variance must not grow with depth.

@@ -42,11 +42,17 @@ class ChunkedCrossEntropy:
 
     The gradients are those of the sum over valid targets of cross-entropy + `z_loss` log(Z)^2,
     where Z is the denominator of the softmax (PaLM, 2204.02311). The returned loss does not include
-    the second term.
+    the second term. With `cap`, logits x are replaced by cap tanh(x / cap).
     """
 
     def __init__(
-        self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0, *, compiled: bool = False
+        self,
+        chunk_tokens: int,
+        shard: VocabShard | None = None,
+        z_loss: float = 0.0,
+        cap: float | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         """Set the chunk size and options. `compiled`: whether torch.compile fuses the computation
         of a chunk. Not allowed together with `shard`.
@@ -55,6 +61,7 @@ class ChunkedCrossEntropy:
         self.chunk_tokens = chunk_tokens
         self.shard = shard
         self.z_loss = z_loss
+        self.cap = cap
         self.chunk_loss = torch.compile(_chunk_loss) if compiled else _chunk_loss
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -76,7 +83,8 @@ class _CrossEntropy(torch.autograd.Function):
         for first in range(0, len(x_TD), size):
             x_CD = x_TD[first : first + size]
             targets_C = targets_T[first : first + size]
-            chunk_loss, probs_CV = settings.chunk_loss(x_CD, weight_VD, targets_C, settings.shard, settings.z_loss)
+            of_run = settings.shard, settings.z_loss, settings.cap
+            chunk_loss, probs_CV = settings.chunk_loss(x_CD, weight_VD, targets_C, *of_run)
             loss += chunk_loss
             if grad_x_TD is not None:
                 grad_x_TD[first : first + size] = probs_CV @ weight_VD
@@ -92,13 +100,24 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_x_TD, grad_weight_VD, None, None
 
 
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap tanh(logits / cap), or the logits themselves without a cap."""
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
 def _chunk_loss(
-    x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None, z_loss: float
+    x_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    shard: VocabShard | None,
+    z_loss: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss in fp32, and the gradient of its logits (C, V) in the dtype of
     x.
     """
-    logits_CV = (x_CD @ weight_VD.t()).float()
+    logits_CV = soft_cap((x_CD @ weight_VD.t()).float(), cap)
+    slope_CV = None if cap is None else 1.0 - (logits_CV / cap).square()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
         shard.max(max_C)
@@ -126,7 +145,8 @@ def _chunk_loss(
     # in one pass.
     target_grads_C1 = probs_CV.gather(-1, columns_C1) - is_here_C1
     grad_CV = probs_CV.to(x_CD.dtype)
-    return loss, grad_CV.scatter_(-1, columns_C1, target_grads_C1.to(x_CD.dtype))
+    grad_CV.scatter_(-1, columns_C1, target_grads_C1.to(x_CD.dtype))
+    return loss, grad_CV if slope_CV is None else grad_CV * slope_CV.to(x_CD.dtype)
 
 
 def _add_product(total_VD: Tensor, probs_CV: Tensor, x_CD: Tensor) -> None:

@@ -13,6 +13,7 @@ Shape suffixes: B sequences, S positions, H heads, E head size, P = E/2.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,21 @@ def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
     sin_SP = angles_SP.sin()
     table_2SE = torch.stack((torch.cat((cos_SP, cos_SP), dim=-1), torch.cat((-sin_SP, sin_SP), dim=-1)))
     return table_2SE * attention_factor(sizes.rope_scaling)
+
+
+def has_window_rope_table(sizes: ModelSizes) -> bool:
+    """Return whether RoPE has another base in layers with a window."""
+    window = sizes.decoder.window
+    return window is not None and window.rope_theta is not None and sizes.decoder.positions == "rope"
+
+
+def window_rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
+    """Return the same as `rope_table` for layers with a window, where RoPE has a base of its own
+    and is not scaled.
+    """
+    window = sizes.decoder.window
+    assert window is not None and window.rope_theta is not None, "there is a base for layers with a window"
+    return rope_table(replace(sizes, rope_theta=window.rope_theta, rope_scaling=None), positions_S, seq_len)
 
 
 def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
@@ -77,7 +93,12 @@ def _yarn_growth(scaling: RopeScaling, weight: float) -> float:
 
 
 def rotate(x_BSHE: Tensor, rope_2SE: Tensor) -> Tensor:
-    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back."""
+    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back. If the
+    table is narrower than a head, only the first part of the head turns.
+    """
+    width = rope_2SE.shape[-1]
+    if width < x_BSHE.shape[-1]:
+        return torch.cat((rotate(x_BSHE[..., :width], rope_2SE), x_BSHE[..., width:]), dim=-1)
     cos_SHE, sin_SHE = rope_2SE[:, : x_BSHE.shape[1], None]
     fp32_BSHE = x_BSHE.float()
     # Rotating whole heads takes fewer passes over memory than rotating each half separately.

@@ -25,7 +25,8 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
     sizes = replace(sizes, predict=None)
     with torch.device("meta"):
         model = Transformer(sizes, torch.arange(num_positions, device="cpu"))
-    model.rope_2SE = torch.empty_like(model.rope_2SE, device="cpu")
+    for name, buffer in list(model.named_buffers(recurse=False)):
+        setattr(model, name, torch.empty_like(buffer, device="cpu"))
     for mixture in mixtures([model]):
         mixture.router.bias = torch.empty_like(mixture.router.bias, device="cpu")
     model.fill_tables()

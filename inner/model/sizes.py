@@ -1,12 +1,14 @@
 """Model sizes: the presets, and how sizes follow from a config. No torch here."""
 
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from inner.config import ExpertsConfig, LatentConfig, ModelConfig, PredictConfig, QkNorm, RopeScaling
-from inner.errors import InputError, nearest_multiples
+from inner.config import DecoderConfig, ExpertsConfig, LatentConfig, ModelConfig, PredictConfig, QkNorm, RopeScaling
+from inner.errors import InputError
+from inner.model.size_checks import check_sizes
 
 BYTE_VOCAB_SIZE = 260
 
@@ -36,6 +38,10 @@ class ModelSizes:
     """Latent attention; None: ordinary attention."""
     predict: PredictConfig | None = None
     """Multi-token prediction; None: only the next token is predicted."""
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    """What distinguishes the decoder from Llama."""
+    model_type: str | None = None
+    """The model type of transformers of an export, if several compute the model."""
 
     @property
     def head_dim(self) -> int:
@@ -46,8 +52,10 @@ class ModelSizes:
 
     @property
     def rope_dim(self) -> int:
-        """Size of the part of a head that RoPE rotates."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        """Size of the part of a head that RoPE rotates; 0 without RoPE."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return (self.decoder.rotary_dim or self.head_dim) if self.decoder.positions == "rope" else 0
 
     @property
     def value_dim(self) -> int:
@@ -73,6 +81,24 @@ class ModelSizes:
     def kv_dim(self) -> int:
         """Width of the keys of all heads, and of their values."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the queries, beside the division of scores by the square root of a head's size."""
+        query_dim = self.decoder.query_dim
+        return 1.0 if query_dim is None else math.sqrt(self.head_dim / query_dim)
+
+    @property
+    def outside_params(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters outside of the blocks, in the order of
+        `Transformer.named_parameters()`: those before the blocks, then those from `norm.weight` on.
+        """
+        table = self.vocab_size, self.dim
+        learned = self.decoder.max_positions
+        found: dict[str, tuple[int, ...]] = {"embed.weight": table}
+        found |= {} if learned is None else {"position.weight": (learned, self.dim)}
+        found |= {"norm.weight": (self.dim,)} | ({"norm.bias": (self.dim,)} if self.decoder.has_norm_bias else {})
+        return found if self.tie_embeddings else found | {"head.weight": table}
 
     @property
     def num_depths(self) -> int:
@@ -231,7 +257,7 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
             "weights cannot be exported; use it with `train`, `launch`, `simulate` and `join`"
         )
     _check_vocab_size(config, vocab_size)
-    given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
+    given = {each.name: getattr(config, each.name, None) for each in fields(ModelSizes)}
     # A value at its default leaves that of the preset.
     defaults = {name: info.default for name, info in ModelConfig.model_fields.items()}
     overrides = {name: value for name, value in given.items() if value is not None and value != defaults[name]}
@@ -254,78 +280,5 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
         near = get_close_matches(config.preset.lower(), PRESETS, n=1, cutoff=0.0)[0]
         allowed = ", ".join(PRESETS)
         raise InputError(f"model.preset {config.preset!r} is unknown; nearest is {near!r}; allowed: {allowed}")
-    _check_heads(sizes)
-    _check_experts(sizes)
-    _check_latent(sizes)
+    check_sizes(sizes)
     return sizes
-
-
-def _check_heads(sizes: ModelSizes) -> None:
-    """Raise InputError unless head sizes are even (RoPE rotates pairs) and query heads share
-    key-value heads evenly.
-    """
-    if sizes.own_head_dim is not None and sizes.own_head_dim % 2:
-        raise InputError(
-            f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"
-        )
-    if sizes.latent is None and sizes.own_head_dim is None and sizes.dim % (2 * sizes.num_heads):
-        raise InputError(
-            f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); "
-            f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}, or set model.head_dim"
-        )
-    if sizes.num_heads % sizes.num_kv_heads:
-        divisors = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
-        raise InputError(
-            f"model.num_heads ({sizes.num_heads}) must be a multiple of num_kv_heads "
-            f"({sizes.num_kv_heads}); try num_kv_heads {', '.join(map(str, divisors))}"
-        )
-    if sizes.qk_norm and sizes.qkv_bias:
-        raise InputError(
-            "model.qk_norm and model.qkv_bias are both set, but no model type of transformers has both, so the "
-            "weights could not be exported; set one to false"
-        )
-    if sizes.qk_norm == "whole" and (sizes.experts is None or sizes.q_dim != sizes.dim):
-        raise InputError(
-            "model.qk_norm whole needs model.experts, and heads of size dim / num_heads: the only model type of "
-            "transformers with this norm is OLMoE, so the weights of another model could not be exported; set qk_norm "
-            "to true, which norms each head"
-        )
-    if sizes.qkv_bias and sizes.experts is not None:
-        raise InputError(
-            "model.qkv_bias is true with model.experts, but none of the model types of transformers that can be "
-            "exported has both; set qkv_bias to false"
-        )
-
-
-def _check_experts(sizes: ModelSizes) -> None:
-    """Raise InputError unless the experts' matrices can be multiplied in groups, and some block has
-    experts.
-    """
-    if sizes.experts is None:
-        return
-    if sizes.dim % 8:
-        raise InputError(
-            f"model.dim ({sizes.dim}) must be a multiple of 8 with model.experts, because grouped matrix products "
-            f"need rows of whole 16 bytes; try {nearest_multiples(sizes.dim, 8)}"
-        )
-    if sizes.experts.dense_layers >= sizes.num_layers:
-        raise InputError(
-            f"model.experts.dense_layers ({sizes.experts.dense_layers}) leaves none of model.num_layers "
-            f"({sizes.num_layers}) with experts; lower it, or leave model.experts out"
-        )
-
-
-def _check_latent(sizes: ModelSizes) -> None:
-    """Raise InputError if another setting of attention is given beside latent attention."""
-    if sizes.latent is None:
-        return
-    if sizes.num_kv_heads != sizes.num_heads:
-        raise InputError(
-            f"model.num_kv_heads ({sizes.num_kv_heads}) must equal num_heads ({sizes.num_heads}) with model.latent, "
-            f"whose heads do not share keys; set num_kv_heads to {sizes.num_heads}"
-        )
-    beside = {"head_dim": sizes.own_head_dim is not None, "qk_norm": sizes.qk_norm, "qkv_bias": sizes.qkv_bias}
-    if given := [f"model.{name}" for name, is_given in beside.items() if is_given]:
-        raise InputError(
-            f"{' and '.join(given)} cannot be set with model.latent, which has its own sizes; leave it out"
-        )

@@ -18,6 +18,9 @@ from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
 from inner.optim.quasi_hyperbolic import QuasiHyperbolicAdamW
 
+LOOKED_UP = ("embed.weight", "position.weight")
+"""Parameters of two dimensions whose rows are looked up."""
+
 
 def build_optimizers(
     stages: Sequence[nn.Module],
@@ -71,7 +74,7 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
     """Return optimizer, lr_scale and weight decay: the group's values, or the defaults for this
     kind of parameter.
     """
-    is_matrix = (param.ndim == 2 or is_stacked(name, param.ndim)) and name != "embed.weight"
+    is_matrix = (param.ndim == 2 or is_stacked(name, param.ndim)) and name not in LOOKED_UP
     weight_decay = config.weight_decay if is_matrix else 0.0
     optimizer = config.name
     # Embedding and head are matrices, too, but they are look-up tables rather than maps of the

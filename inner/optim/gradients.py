@@ -52,9 +52,10 @@ def _is_shared_out(name: str) -> bool:
     """Return whether ranks use a weight for different heads or positions also without sequence
     parallelism.
 
-    All ranks then apply norms to the whole stream, and already have the norms' whole gradients.
+    All ranks then apply norms to the whole stream, and add biases to it, and already have their
+    whole gradients.
     """
-    return ".attention." in name or ".router." in name
+    return (".attention." in name and not name.endswith("out_proj.bias")) or ".router." in name
 
 
 def _is_on_all_tensor_ranks(param: Tensor) -> bool:

@@ -147,7 +147,9 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     if model.head is not None:
         # With a split vocabulary, the loss contains sums over ranks, which cannot be compiled.
         fuses_loss = layout.is_compiled and degrees.tp == 1
-        model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk, z_loss=layout.z_loss, compiled=fuses_loss)
+        model.head.cross_entropy = ChunkedCrossEntropy(
+            parallel.loss_chunk, z_loss=layout.z_loss, cap=model.head.cap, compiled=fuses_loss
+        )
     if degrees.cp > 1:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from inner.model.attention_kernels import VARLEN_OPERATOR
+from inner.model.span_attention import SPAN_OPERATOR
 
 # bmm is not in this set: only attention without a fused kernel uses it, and its results have all
 # pairs of positions.
@@ -32,7 +33,7 @@ KEPT_OPERATORS = {
         "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
     }.items()
     for name in names
-} | {VARLEN_OPERATOR}
+} | {VARLEN_OPERATOR, SPAN_OPERATOR}
 
 Results = dict[Any, deque[Any]]
 """The results of each operator, in the order of its calls."""

@@ -34,6 +34,7 @@ def check_layout(
     _check_tensor(sizes, degrees.tp)
     _check_experts(sizes, degrees, parallel)
     _check_depths(sizes, seq_len)
+    _check_decoder(sizes, degrees, parallel, seq_len)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     _check_positions(sizes, degrees, parallel, seq_len)
 
@@ -155,6 +156,22 @@ def _check_depths(sizes: ModelSizes, seq_len: int) -> None:
         raise InputError(
             f"model.predict.depths ({sizes.num_depths}) must be less than data.seq_len ({seq_len}), because depth d "
             "predicts the token d + 1 positions ahead; lower it"
+        )
+
+
+def _check_decoder(sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int) -> None:
+    """Raise InputError if the mesh or the sequences do not fit what distinguishes the decoder."""
+    learned = sizes.decoder.max_positions
+    if learned is not None and seq_len > learned:
+        raise InputError(
+            f"data.seq_len ({seq_len}) is more than model.decoder.max_positions ({learned}), the number of learned "
+            "positions; lower seq_len, or raise max_positions"
+        )
+    if sizes.decoder.positions == "alibi" and degrees.cp > 1 and parallel.context == "ulysses":
+        raise InputError(
+            f"island.parallel.context ulysses: with island.mesh.cp ({degrees.cp}) a rank computes heads of "
+            "other ranks, and model.decoder.positions alibi has a factor for each head; set context to ring "
+            "or all_gather"
         )
 
 

@@ -26,9 +26,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from inner.model.block_params import BlockParam, block_params
 from inner.model.experts import Mixture
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.norms import Norm, apply_norm
 from inner.model.router import Router
 from inner.model.sizes import ModelSizes
-from inner.model.transformer import Block, Head, Transformer
+from inner.model.transformer import Attention, Block, Head, Transformer
 from inner.parallel.expert import PositionShare
 from inner.parallel.tensor_stream import TensorStream
 
@@ -40,12 +41,15 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call
     it, before FSDP.
     """
-    stream = TensorStream(mesh.get_group().group_name, mesh.size(), is_split=sequence_parallel)
+    stream = TensorStream(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), is_split=sequence_parallel)
     for layer in model.blocks():
         _split_block(layer, model.sizes, mesh, stream)
     if model.embed is not None:
         _split(model.embed, mesh, Shard(0), _embed_here)
         setattr(model.embed, STREAM, stream)
+    if model.position is not None:
+        _split(model.position, mesh, Replicate(), _position_here)
+        setattr(model.position, STREAM, stream)
     if model.norm is not None:
         _split(model.norm, mesh, Replicate(), _norm_here)
     if model.head is not None:
@@ -57,6 +61,10 @@ def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: Tens
         # Each rank projects all key-value heads and reads the single head that its queries share.
         mine = mesh.get_local_rank() * sizes.num_kv_heads // mesh.size()
         layer.attention.kv_heads = slice(mine, mine + 1)
+    if isinstance(layer.attention, Attention) and layer.attention.rule is not None:
+        num_mine = sizes.num_heads // mesh.size()
+        first = mesh.get_local_rank() * num_mine
+        layer.attention.rule = layer.attention.rule.of_heads(slice(first, first + num_mine))
     for param in block_params(sizes, has_experts=isinstance(layer.ffn, Mixture), predicts=layer.joint is not None):
         # A bias is split together with its module's weight, and experts by expert parallelism.
         if param.name.endswith(".weight") and not param.is_stacked:
@@ -99,9 +107,12 @@ def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: C
     gradients.sum_over_tensor_ranks.
     """
     for name, param in list(module.named_parameters(recurse=False)):
+        # The bias of a matrix whose columns are cut is added to the sum, which every rank has.
+        is_added_after = placement == Shard(1) and param.ndim == 1
         # No values are sent, because parameters are on the meta device and initial values are the
         # same on every rank.
-        sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
+        placements = [Replicate() if is_added_after else placement]
+        sharded = distribute_tensor(param.data, mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded))
     # Use a method and not a partial per module, so that torch.compile sees that all blocks share
     # one graph.
@@ -134,11 +145,18 @@ def _project_here(module: nn.Linear, x_BSD: Tensor) -> Tensor:
 
 
 def _project_and_sum(module: nn.Linear, x_BSH: Tensor) -> Tensor:
-    return _stream_of(module).scatter(F.linear(x_BSH, _local(module.weight)))
+    sum_BSD = _stream_of(module).scatter(F.linear(x_BSH, _local(module.weight)))
+    return sum_BSD if module.bias is None else sum_BSD + _local(module.bias)
 
 
-def _norm_here(module: nn.RMSNorm, x_BSD: Tensor) -> Tensor:
-    return F.rms_norm(x_BSD, module.normalized_shape, _local(module.weight), module.eps)
+def _norm_here(module: Norm, x_BSD: Tensor) -> Tensor:
+    bias_D = getattr(module, "bias", None)
+    return apply_norm(module, x_BSD, _local(module.weight), None if bias_D is None else _local(bias_D))
+
+
+def _position_here(module: nn.Embedding, positions_S: Tensor) -> Tensor:
+    """Look up the vectors of the positions of this rank's part of the stream."""
+    return F.embedding(_stream_of(module).part_of(positions_S), _local(module.weight))
 
 
 def _embed_here(module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
@@ -161,7 +179,7 @@ def _sharded_cross_entropy(
     the ranks of `mesh`.
     """
     shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
-    return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss)(x_TD, _local(weight_VD), targets_T)
+    return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss, whole.cap)(x_TD, _local(weight_VD), targets_T)
 
 
 def _local(weight: Tensor) -> Tensor:

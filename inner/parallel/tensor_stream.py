@@ -21,8 +21,14 @@ class TensorStream:
 
     group_name: str
     num_ranks: int
+    rank: int
+    """This rank's number in the group."""
     is_split: bool
     """Whether each rank holds only its block of the positions."""
+
+    def part_of(self, positions_S: Tensor) -> Tensor:
+        """Return the positions of this rank's part of the stream."""
+        return positions_S.chunk(self.num_ranks)[self.rank] if self.is_split else positions_S
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return the stream at all positions, from each rank's part. Gradients of the result are

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inner.config import BalanceConfig, ExpertsConfig, LatentConfig, ParallelConfig, PredictConfig, RopeScaling
+from inner.config import (
+    BalanceConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ParallelConfig,
+    PredictConfig,
+    RopeScaling,
+    WindowConfig,
+)
 from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic.rows import SCALARS, TrafficRow
 from inner.measure.workload import Workload
@@ -76,6 +85,60 @@ LATENT = replace(
 PREDICT = replace(GROUPED, predict=PredictConfig(depths=2, weight=0.5))
 PREDICT_MIXTURE = replace(MIXTURE, predict=PredictConfig(depths=1, weight=0.5))
 PREDICT_TIED = replace(LATENT, experts=None, tie_embeddings=True, predict=PredictConfig(depths=2, weight=0.5))
+# What distinguishes other families of decoders.
+GEMMA = replace(
+    TIED,
+    num_layers=4,
+    num_kv_heads=2,
+    qk_norm=True,
+    decoder=DecoderConfig(
+        norm="rms_plus_one",
+        norm_place="both",
+        activation="gelu_tanh",
+        window=WindowConfig(size=5, full_every=2, rope_theta=100.0),
+        query_dim=10.0,
+        score_cap=2.0,
+        logit_cap=3.0,
+        embed_scale=5.5,
+    ),
+)
+GPT2 = replace(
+    TIED,
+    num_layers=4,
+    num_kv_heads=4,
+    qkv_bias=True,
+    decoder=DecoderConfig(
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        out_bias=True,
+        ffn_bias=True,
+        positions="learned",
+        max_positions=19,
+    ),
+)
+NEOX = replace(
+    GROUPED,
+    qk_norm=False,
+    qkv_bias=True,
+    decoder=DecoderConfig(
+        norm="layer",
+        parallel="two_norms",
+        activation="gelu",
+        gated=False,
+        out_bias=True,
+        ffn_bias=True,
+        rotary_dim=4,
+    ),
+)
+COHERE = replace(TIED, num_layers=4, decoder=DecoderConfig(norm="layer_unbiased", parallel="one_norm", logit_scale=0.3))
+ALIBI = replace(
+    GROUPED,
+    num_kv_heads=4,
+    qk_norm=False,
+    decoder=DecoderConfig(norm_place="after", activation="relu2", gated=False, positions="alibi"),
+)
+SMOLLM = replace(GROUPED, decoder=DecoderConfig(no_rope_every=2, window=WindowConfig(size=6, first_layer=1)))
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -133,6 +196,12 @@ class Case:
             "predict": PREDICT,
             "predict-mixture": PREDICT_MIXTURE,
             "predict-tied": PREDICT_TIED,
+            "gemma": GEMMA,
+            "gpt2": GPT2,
+            "neox": NEOX,
+            "cohere": COHERE,
+            "alibi": ALIBI,
+            "smollm": SMOLLM,
         }
         words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["narrow"] if self.replays else []

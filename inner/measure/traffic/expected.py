@@ -89,10 +89,12 @@ def _count_tensor(tally: Tally, work: Workload, stage: Stage) -> None:
         # The repetition of a block stops before its last sum over the ranks.
         repeats = num_layers * (work.parallel.recompute == "full")
         gathers += 2 * num_layers * pairs + repeats * pairs
-        scatters += 2 * num_layers * pairs + repeats
+        # A norm of its result needs the last product, too.
+        is_last_repeated = work.sizes.decoder.norms_outputs
+        scatters += 2 * num_layers * pairs + repeats * (pairs if is_last_repeated and not has_experts else 1)
         # If the stream is whole on each rank, the results of a mixture are put together by a sum.
         sums = pairs + has_experts
-        reduces += 2 * num_layers * sums + repeats * (sums - 1)
+        reduces += 2 * num_layers * sums + repeats * (sums if is_last_repeated else sums - 1)
     # What the head reads, and what the embedding gives, are each a single call for all depths.
     ends = [count for count in (stage.is_last + num_depths, stage.is_first + num_depths) if count]
     if work.parallel.splits_stream(work.degrees.tp):
@@ -125,7 +127,9 @@ def _count_replicated(tally: Tally, work: Workload, stages: list[Stage]) -> None
         # same gradients.
         summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
         shapes += [param.rank_shape(sizes, tp) for param in summed] * count
-    shapes += [(sizes.dim, 1), *work.joint * sizes.num_depths] * (splits_stream and stages[-1].is_last)
+    if splits_stream:
+        shapes += [*work.last_norm, *work.joint * sizes.num_depths] * stages[-1].is_last
+        shapes += work.learned_positions(stages[0])
     shard = FsdpParamGroup(tuple(shapes), num_shards=work.num_shards).shard_numel
     tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 

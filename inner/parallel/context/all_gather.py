@@ -8,6 +8,7 @@ the whole sequence.
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from inner.data.micro_batch import Packing
 from inner.parallel.context.block_attention import KeyBlock, ScoreBlock
-from inner.parallel.context.zigzag import zigzag_join, zigzag_split
+from inner.parallel.context.zigzag import zigzag_join, zigzag_positions, zigzag_split
 
 POSITIONS = 2
 """Dimension of positions in kv_2BSKE."""
@@ -31,10 +32,12 @@ class AllGather:
         gathered, work = _gather(kv_2BSKE, self._group)
         everything = slice(None)
         rank = self._group.rank()
-        yield ScoreBlock(everything, KeyBlock(kv_2BSKE, None), everything, is_own=True)
+        own_S = self.positions_at(kv_2BSKE.shape[POSITIONS])
+        yield ScoreBlock(everything, KeyBlock(kv_2BSKE, None, own_S), everything, is_own=True)
         work.wait()
         documents_BT = None if packing is None else packing.sequences_BT
-        sequence = KeyBlock(zigzag_join(gathered.movedim(0, POSITIONS), POSITIONS), documents_BT)
+        whole_2BTKE = zigzag_join(gathered.movedim(0, POSITIONS), POSITIONS)
+        sequence = KeyBlock(whole_2BTKE, documents_BT, np.arange(whole_2BTKE.shape[POSITIONS]))
         chunk = kv_2BSKE.shape[POSITIONS] // 2
         seq_len = sequence.kv_2BTKE.shape[POSITIONS]
         before_both = slice(0, rank * chunk)
@@ -43,6 +46,13 @@ class AllGather:
             yield ScoreBlock(everything, sequence, before_both, is_own=False)
         if between.start < between.stop:
             yield ScoreBlock(slice(chunk, None), sequence, between, is_own=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.size()
+
+    def positions_at(self, num_positions: int) -> np.ndarray:
+        return zigzag_positions(num_positions, self.num_ranks, self._group.rank())
 
     def gradients(self, own_2BSKE: Tensor) -> "GatheredGradients":
         return GatheredGradients(own_2BSKE, self._group)

@@ -6,6 +6,7 @@ inner.model.attention_kernels. Kernels order dimensions as B, H, S, the model as
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from inner.model.attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
+from inner.model.span_attention import ScoreRule, Spans, build_spans, span_backward, span_forward
 
 
 class KeyBlock(NamedTuple):
@@ -30,10 +32,12 @@ class KeyBlock(NamedTuple):
     kv_2BTKE: Tensor
     documents_BT: np.ndarray | None
     """None without a packing. Not read if the keys are the rank's own."""
+    positions_T: np.ndarray
+    """Positions of the keys in the whole sequence."""
 
     def at(self, span: slice) -> "KeyBlock":
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, span]
-        return KeyBlock(self.kv_2BTKE[:, :, span], documents_BT)
+        return KeyBlock(self.kv_2BTKE[:, :, span], documents_BT, self.positions_T[span])
 
 
 class QueryBlock(NamedTuple):
@@ -92,20 +96,34 @@ class KeyExchange(Protocol):
         """
         ...
 
+    @property
+    def num_ranks(self) -> int: ...
+
+    def positions_at(self, num_positions: int) -> np.ndarray:
+        """Return the positions in the whole sequence of the rank's own ones."""
+        ...
+
     def gradients(self, own_2BSKE: Tensor) -> KeyGradients:
         """Create the sums for keys and values with the shape and dtype of `own_2BSKE`."""
         ...
 
 
 def block_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, exchange: KeyExchange
+    q_BSHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    packing: Packing | None = None,
+    rule: ScoreRule | None = None,
+    *,
+    exchange: KeyExchange,
 ) -> Tensor:
     """Compute `causal_attention` of the whole sequence at this rank's positions. All ranks must
     call it in the same order.
 
     Only the rank's own positions are kept for the backward, which exchanges keys and values again.
     """
-    y_BSHE = _BlockAttention.apply(q_BSHE, k_BSKE, v_BSKE, packing, exchange)
+    rule = None if rule is None else rule.at(q_BSHE.shape[1] * exchange.num_ranks)
+    y_BSHE = _BlockAttention.apply(q_BSHE, k_BSKE, v_BSKE, packing, exchange, rule)
     assert isinstance(y_BSHE, Tensor)
     return y_BSHE
 
@@ -113,15 +131,26 @@ def block_attention(
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, exchange: KeyExchange
+        ctx: Any,
+        q_BSHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        packing: Packing | None,
+        exchange: KeyExchange,
+        rule: ScoreRule | None,
     ) -> Tensor:
         kv_2BSKE = torch.stack((k_BSKE, v_BSKE))
         queries = _build_queries(q_BSHE, packing)
         for block in exchange.blocks(kv_2BSKE, packing):
-            _accumulate(queries.at(block.queries), block, packing)
+            if rule is None:
+                _accumulate(queries.at(block.queries), block, packing)
+            else:
+                spanned = SpanBlock(block, packing, exchange.positions_at(q_BSHE.shape[1]), rule)
+                _merge(queries.at(block.queries).output, spanned.forward(queries))
         y_BSHE = queries.output.out_BHSE.to(q_BSHE.dtype).transpose(1, 2)
         ctx.exchange = exchange
         ctx.packing = packing
+        ctx.rule = rule
         ctx.save_for_backward(q_BSHE, kv_2BSKE, y_BSHE, queries.output.lse_BHS)
         return y_BSHE
 
@@ -137,13 +166,59 @@ class _BlockAttention(torch.autograd.Function):
         others = ctx.exchange.gradients(own_2BSKE)
         for block in ctx.exchange.blocks(kv_2BSKE, packing):
             here = queries.at(block.queries), grad_BHSE[:, :, block.queries], dq_BHSE[:, :, block.queries]
-            if block.is_own:
+            if ctx.rule is not None:
+                spanned = SpanBlock(block, packing, ctx.exchange.positions_at(q_BSHE.shape[1]), ctx.rule)
+                dkv_2BTKE = spanned.gradients(queries, grad_BHSE, dq_BHSE)
+                if block.is_own:
+                    own_2BSKE += dkv_2BTKE
+                else:
+                    others.add(block, dkv_2BTKE)
+            elif block.is_own:
                 own_2BSKE += _own_gradients(*here, block.keys.kv_2BTKE, packing)
             else:
                 others.add(block, _gradients(*here, block.keys.at(block.span), lse_BHS.dtype))
         own_2BSKE += others.collect()
         dk_BSKE, dv_BSKE = own_2BSKE.to(kv_2BSKE.dtype)
-        return dq_BHSE.transpose(1, 2).to(q_BSHE.dtype), dk_BSKE, dv_BSKE, None, None
+        return dq_BHSE.transpose(1, 2).to(q_BSHE.dtype), dk_BSKE, dv_BSKE, None, None, None
+
+
+@dataclass(frozen=True)
+class SpanBlock:
+    """A block of scores with a rule, which says by positions which keys each query sees."""
+
+    block: ScoreBlock
+    packing: Packing | None
+    positions_S: np.ndarray
+    """Positions of all queries of the rank."""
+    rule: ScoreRule
+
+    @property
+    def keys(self) -> KeyBlock:
+        return self.block.keys.at(self.block.span)
+
+    @property
+    def spans(self) -> Spans:
+        positions_S = torch.from_numpy(self.positions_S[self.block.queries])
+        starts_BT = None if self.packing is None else self.packing.starts_BT
+        return build_spans(positions_S, torch.from_numpy(self.keys.positions_T), starts_BT, self.rule.window)
+
+    def forward(self, queries: QueryBlock) -> AttentionOutput:
+        """Return the attention of the block's queries to its keys."""
+        k_BKTE, v_BKTE = self.keys.kv_2BTKE.transpose(2, 3)
+        q_BHSE = queries.at(self.block.queries).q_BHSE
+        return AttentionOutput(*span_forward(q_BHSE, k_BKTE, v_BKTE, self.spans, self.rule))
+
+    def gradients(self, queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor) -> Tensor:
+        """Add to `dq_BHSE` of all queries of the rank, and return what the block adds to the keys'
+        gradients, dkv_2BTKE.
+        """
+        mine = queries.at(self.block.queries)
+        k_BKTE, v_BKTE = self.keys.kv_2BTKE.transpose(2, 3)
+        inputs = mine.q_BHSE, k_BKTE, v_BKTE
+        grad_BHSE = grad_BHSE[:, :, self.block.queries]
+        dq, *dkv = span_backward(grad_BHSE, inputs, mine.output, self.spans, self.rule)
+        dq_BHSE[:, :, self.block.queries] += dq
+        return torch.stack(dkv).transpose(2, 3)
 
 
 def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:

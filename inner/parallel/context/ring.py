@@ -12,6 +12,7 @@ so in every step except the first, each rank computes the same half of a square 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from inner.data.micro_batch import Packing
 from inner.parallel.context.block_attention import KeyBlock, ScoreBlock
-from inner.parallel.context.zigzag import zigzag_piece
+from inner.parallel.context.zigzag import zigzag_piece, zigzag_positions
 
 
 class Ring:
@@ -37,8 +38,16 @@ class Ring:
             source = (rank - number) % num_ranks
             incoming = _send_to_next(kv_2BSKE, self._group) if number < num_ranks - 1 else _Incoming(kv_2BSKE, [])
             documents_BT = None if packing is None else zigzag_piece(packing.sequences_BT, num_ranks, source)
-            yield _score_block(rank, source, KeyBlock(kv_2BSKE, documents_BT))
+            positions_T = zigzag_positions(kv_2BSKE.shape[2], num_ranks, source)
+            yield _score_block(rank, source, KeyBlock(kv_2BSKE, documents_BT, positions_T))
             kv_2BSKE = incoming.wait()
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.size()
+
+    def positions_at(self, num_positions: int) -> np.ndarray:
+        return zigzag_positions(num_positions, self.num_ranks, self._group.rank())
 
     def gradients(self, own_2BSKE: Tensor) -> "RingGradients":
         return RingGradients(own_2BSKE, self._group)

@@ -15,10 +15,17 @@ from torch.distributed import ProcessGroup
 
 from inner.data.micro_batch import Packing
 from inner.model.attention import causal_attention
+from inner.model.span_attention import ScoreRule
 
 
 def ulysses_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, group: ProcessGroup
+    q_BSHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    packing: Packing | None = None,
+    rule: ScoreRule | None = None,
+    *,
+    group: ProcessGroup,
 ) -> Tensor:
     """Compute `causal_attention` of the whole sequence at this rank's positions. All ranks of
     `group` must call it in the same order.
@@ -34,7 +41,7 @@ def ulysses_attention(
     heads = [share.shape[3] for share in shares]
     received = _exchange(torch.cat(shares, dim=3).movedim(2, 0), group)
     q, k, v = received.movedim(0, 1).flatten(1, 2).split(heads, dim=2)
-    y = causal_attention(q, k, v, packing)
+    y = causal_attention(q, k, v, packing, rule)
     received = _exchange(y.unflatten(1, (num_ranks, S)).movedim(1, 0), group)
     return received.movedim(0, 2).reshape(B, S, H, E)
 

@@ -30,3 +30,10 @@ def zigzag_piece(sequence_BT: np.ndarray, num_ranks: int, rank: int) -> np.ndarr
     """Return one rank's piece of (B, T), in the rank's own order: (B, T / num_ranks)."""
     chunks = np.split(sequence_BT, 2 * num_ranks, axis=1)
     return np.concatenate((chunks[rank], chunks[-1 - rank]), axis=1)
+
+
+def zigzag_positions(num_positions: int, num_ranks: int, rank: int) -> np.ndarray:
+    """Return the positions of the whole sequence that a rank with this number of positions holds,
+    rising: int64.
+    """
+    return zigzag_piece(np.arange(num_positions * num_ranks)[None], num_ranks, rank)[0]

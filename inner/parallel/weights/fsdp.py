@@ -53,7 +53,8 @@ def apply_fsdp(
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
     if model.embed is not None and not model.sizes.tie_embeddings:
-        fully_shard(model.embed, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
+        ends = model.embed if model.position is None else [model.embed, model.position]
+        fully_shard(ends, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
         # The backward of an embedding needs no weights.
         cast(FSDPModule, model.embed).set_unshard_in_backward(False)
     # The backward begins with these weights, so freeing them after the forward would only cost

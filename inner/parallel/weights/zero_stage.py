@@ -3,6 +3,7 @@ torch here.
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
@@ -75,4 +76,4 @@ def _num_params(model: ModelSizes | OwnModel) -> int:
         for layer in range(model.num_layers)
         for param in block_params(model, has_experts=model.has_experts(layer))
     )
-    return (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim + model.dim + sum(layers)
+    return sum(map(prod, model.outside_params.values())) + sum(layers)

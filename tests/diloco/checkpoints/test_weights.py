@@ -1,6 +1,7 @@
 """Weights in and out of runs: what a config takes from a folder, and what is done with a folder's weights."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import Config, dump_config, load_config, parse_config
 from diloco.connections import check_same_run
 from diloco.errors import ConfigError
+from inner.config import DecoderConfig, WindowConfig
 from inner.errors import InputError
 from inner.huggingface.files import weights_sha256
 from inner.model.generate import Sampling
@@ -161,20 +163,22 @@ def test_the_commands_export_evaluate_and_generate(tmp_path, folder):
     assert output(*asked, "--count", "2").startswith("--- seed 0\nThe")
 
 
-def test_a_sliding_window_bounds_what_is_computed_with_a_folder(tmp_path, folder):
-    change_config(folder, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+def test_learned_positions_bound_what_is_computed_with_a_folder(tmp_path):
+    decoder = DecoderConfig(
+        norm="layer", gated=False, out_bias=True, ffn_bias=True, positions="learned", max_positions=16
+    )
+    sizes = replace(BYTE_SIZES, qk_norm=False, qkv_bias=True, num_kv_heads=4, decoder=decoder)
+    weights = open_weights(write_folder(tmp_path / "gpt2", spread_model(sizes, seq_len=16)))
     (tmp_path / "text.txt").write_text(TEXT)
-    weights = open_weights(folder)
     corpus = load_text([str(tmp_path / "text.txt")], weights, None)
     assert (weights.seq_len, weights.window, evaluate(weights, corpus, 32, "cpu").tokens) == (16, 16, 32)
-    with pytest.raises(InputError, match=r"sliding_window of 16, which is not computed here, and a sequence has 17"):
+    with pytest.raises(InputError, match=r"has learned 16 positions .*, and a sequence has 17 tokens"):
         evaluate(weights, corpus, 32, "cpu", 17)
-    with pytest.raises(InputError, match="sliding_window of 16"):
+    with pytest.raises(InputError, match="has learned 16 positions"):
         next(generate_texts(weights, GenerateRequest("hi", 20, Sampling(), 0), 1, "cpu"))
 
 
-def test_a_run_begins_from_a_model_whose_sliding_window_covers_its_sequences(tmp_path, folder):
+def test_a_run_begins_from_a_model_with_its_sliding_window(tmp_path, folder):
     change_config(folder, use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    assert config_from(tmp_path, folder, "data.seq_len=16").model.dim == BYTE_SIZES.dim
-    with pytest.raises(ConfigError, match=r"sliding_window is 16; .* sequences have 256"):
-        config_from(tmp_path, folder)
+    decoder = config_from(tmp_path, folder).model.decoder
+    assert decoder is not None and decoder.window == WindowConfig(size=16)

@@ -349,10 +349,9 @@ def test_an_own_table_of_a_depth_is_refused_by_name(tmp_path):
         (QWEN, {"num_experts_per_tok": 9}, "per_token (9) is more than the 8 experts of the kept groups"),
         (QWEN, {"moe_intermediate_size": 20}, "dim (20) must be a multiple of 8"),
         (QWEN, {"num_experts_per_tok": "three"}, "num_experts_per_tok: got 'three'"),
-        (QWEN, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, "sliding_window is 16"),
         (QWEN, {"attention_bias": True}, "attention_bias is True; allowed: False"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; allowed: None"),
-        (MIXTRAL, {"sliding_window": 16}, "sliding_window is 16"),
+        (MIXTRAL, {"sliding_window": 0}, "sliding_window is 0"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; allowed: 'sigmoid'"),
         (DEEPSEEK, {"topk_method": "greedy"}, "topk_method is 'greedy'; allowed: 'noaux_tc'"),
         (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2; allowed: 1"),
@@ -423,8 +422,6 @@ def test_what_keeps_a_model_from_an_export_is_known_before_it_trains():
 def test_attention_that_no_mixture_of_transformers_has_is_refused_before_it_trains():
     given = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"qk_norm": "whole"}, "qk_norm whole needs model.experts"),
-        ({"qk_norm": "whole", "experts": SOFTMAX, "head_dim": 16}, "heads of size dim / num_heads"),
         ({"qkv_bias": True, "experts": SOFTMAX}, "qkv_bias is true with model.experts"),
     ]
     for change, words in changes:
