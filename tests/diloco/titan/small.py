@@ -53,6 +53,8 @@ class RandomLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         vocab_size: int = VOCAB
+        infinite: bool = True
+        """Set by torchtitan's validator."""
         num_batches: int | None = None
         """The text ends after so many."""
         killed_at: int | None = None

@@ -15,12 +15,14 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: docs/libr
 
 from tests.diloco.own_loop.loops import folder_of
 from tests.diloco.titan import small
-from tests.diloco.titan.islands_of_titan import ROUNDS, STEPS, trains
+from tests.diloco.titan.islands_of_titan import trains
 from tests.swarm import Swarm, read_records, swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FAULT = "kill:1@round=1,phase=send"
 WAIT_SECONDS = 900.0
+ROUNDS, STEPS = 3, 2
+"""The run is over before the trainer's own steps are."""
 PP = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
 TP = {"tensor_parallel_degree": 2}
 EP = {"expert_parallel_degree": 2}
@@ -46,7 +48,7 @@ LAYOUTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(tmp_path: Path, layout: str) -> None:
     make, ranks, degrees = LAYOUTS[layout]
-    work = partial(trains, make, **degrees)
+    work = partial(trains, make, outer={"rounds": ROUNDS, "inner_steps": STEPS}, **degrees)
     with swarm(tmp_path, islands=[{"ranks": ranks}, {"ranks": ranks}]) as made:
         first = made.start(0, work())
         dies = made.start(1, work(island={"faults": [FAULT]}))
@@ -62,7 +64,7 @@ def test_two_islands_end_with_one_model_though_one_was_killed_in_a_round(tmp_pat
     assert {record["tokens"] for record in committed} == {STEPS * small.SEQUENCES * small.SEQ_LEN}
     assert all(record["loss"] > 1 for record in records_of(made, 0) if record["kind"] == "step")
     logged = [metrics.get("islands/round") for metrics in ends[0]["steps"].values()]
-    assert [number for number in logged if number is not None] == [0, 1, 2], "the last round lands after the last line"
+    assert [number for number in logged if number is not None] == [0, 1], "the last round lands after the last line"
     rates = [{step: lr_of(metrics) for step, metrics in end["steps"].items()} for end in ends]
     assert rates[1].items() <= rates[0].items(), "its learning rate is that of the run"
 
