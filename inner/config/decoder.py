@@ -93,6 +93,11 @@ class DecoderConfig(Section):
         return self.norms_inputs and self.parallel != "one_norm"
 
     @property
+    def has_layer_norm(self) -> bool:
+        """Whether norms are LayerNorm."""
+        return self.norm in ("layer", "layer_unbiased")
+
+    @property
     def has_norm_bias(self) -> bool:
         """Whether norms have a bias."""
         return self.norm == "layer"

@@ -50,10 +50,10 @@ class ActivationMemory:
         if decoder.parallel == "one_norm":
             # Attention and feed-forward have the same input, which counts with the latter.
             return self.stream_norm if self.work.degrees.tp == 1 else self.stream_norm + inputs
-        if decoder.parallel == "two_norms" and self.device_type != "cpu":
-            # Both norms have the same input.
-            return 2 * self.stream_norm + inputs - self.stream
-        return num_norms * self.stream_norm + inputs
+        # The two norms of a parallel block have the same input, unless each keeps an fp32 copy of it.
+        is_copied = self.device_type == "cpu" and self.work.compute_itemsize < FP32 and not decoder.has_layer_norm
+        shared = self.stream * (decoder.parallel == "two_norms" and not is_copied)
+        return num_norms * self.stream_norm + inputs - shared
 
     @property
     def stream(self) -> int:

@@ -34,7 +34,7 @@ def norm_bytes(work: Workload, device_type: str, numel: int, rows: int) -> int:
     """Return the bytes of a norm's input and one statistic per row; of LayerNorm two. On a CPU
     RMSNorm keeps both in fp32, and the normed input, too.
     """
-    if work.sizes.decoder.norm in ("layer", "layer_unbiased"):
+    if work.sizes.decoder.has_layer_norm:
         return work.compute_itemsize * numel + 2 * FP32 * rows
     if device_type == "cpu":
         return 2 * FP32 * numel + FP32 * rows
