@@ -115,6 +115,10 @@ def find_first_of_node(ranks: RankGroup) -> int:
     return ranks.gather(node).index(node)
 
 
+JOIN_FETCHES = "use the run's own (`diloco join ADDRESS` fetches it)"
+"""What helps an island of `diloco train`. A loop of one's own has its config in its code."""
+
+
 def check_same_run(ours: RunConfig, theirs: str | None) -> None:
     """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours.
 
@@ -125,9 +129,10 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
     run = parse_swarm_config(theirs)
     if run.hash != ours.hash:
         differences = "\n".join(f"  {line}" for line in differing_keys(ours, run))
+        same = "give all islands the same model and config" if ours.params else JOIN_FETCHES
         raise ConfigError(
             f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
-            "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
+            f"{same}, or give this run another name"
         )
     for path in find_other_code(ours, run):
         log.warning(

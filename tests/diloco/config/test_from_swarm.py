@@ -219,6 +219,16 @@ def test_islands_with_another_file_of_the_same_code_are_in_one_run_with_a_warnin
     assert "the file of a.b:C differs" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("params", "cure"),
+    [("", "`diloco join ADDRESS` fetches it"), ("2 parameters", "give all islands the same model and config")],
+)
+def test_another_config_is_refused_with_what_its_user_can_do(params: str, cure: str):
+    ours = parse_config("", ["seed=1"]).run.model_copy(update={"params": params})
+    with pytest.raises(ConfigError, match=re.escape(cure)):
+        check_same_run(ours, swarm_text(parse_config("", ["seed=2"]).run))
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
