@@ -18,11 +18,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
+
+from blake3 import blake3
 
 from inner.checkpoint.manifest import (
     MANIFEST,
@@ -200,18 +202,13 @@ def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedC
     return sorted(intact, key=lambda checkpoint: checkpoint.manifest.serial, reverse=True), problems
 
 
-def file_specs(path: Path, patterns: Iterable[str]) -> dict[str, FileSpec]:
-    """Return the current sizes and hashes of the files that match the patterns, by file name."""
-    return {file.name: _file_spec(file) for pattern in patterns for file in path.glob(pattern)}
-
-
 def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None:
     """Return a message about the first of these files that cannot be read or has changed since it
     was written, or None.
     """
     for name in names:
         try:
-            is_same = _file_spec(checkpoint.path / name) == checkpoint.manifest.files[name]
+            is_same = _is_as_written(checkpoint.path / name, checkpoint.manifest.files[name])
         except OSError as error:
             return f"{checkpoint.path / name}: cannot be read: {error.strerror}"
         if not is_same:
@@ -229,9 +226,19 @@ def free_space(folder: Path) -> str:
         return f"the folder cannot be read: {error.strerror}"
 
 
-def _file_spec(file: Path) -> FileSpec:
+def hash_bytes(raw: bytes, spec: FileSpec) -> str:
+    """Return the hash of these bytes, of the kind that `spec` has."""
+    return _hash_kind(spec)(raw).hexdigest()
+
+
+def _is_as_written(file: Path, spec: FileSpec) -> bool:
     with open_file(file) as stream:
-        return FileSpec(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+        digest = hashlib.file_digest(stream, _hash_kind(spec)).hexdigest()
+        return file.stat().st_size == spec.size_bytes and digest == spec.hash
+
+
+def _hash_kind(spec: FileSpec) -> Callable[..., Any]:
+    return blake3 if spec.blake3 else hashlib.sha256
 
 
 def read_part(path: Path, most_bytes: int) -> bytes:

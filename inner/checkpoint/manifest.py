@@ -17,10 +17,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from inner.errors import InputError
 from inner.foreign.text import parse_json
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""The formats that this version reads. Format 1 has the files of torch.distributed.checkpoint, and SHA-256."""
 MANIFEST = "manifest.json"
-INDEX = ".metadata"
-FILE_NAME = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
+INDEX = "index.json"
+FORMER_INDEX = ".metadata"
+FILE_NAME = re.compile(r"index\.json|rank-\d{1,9}\.tensors|\.metadata|__\d{1,9}_\d{1,9}\.distcp")
 """The pattern of the names of all files of a checkpoint except the manifest."""
 MAX_MANIFEST_BYTES = 1 << 26
 MAX_FILES = 1 << 16
@@ -29,10 +32,16 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 @dataclass(frozen=True)
 class FileSpec:
-    """Expected size and hash of a file."""
+    """Expected size and hash of a file. One of the two hashes is given."""
 
     size_bytes: Count
-    sha256: str
+    blake3: str = ""
+    sha256: str = ""
+    """In format 1."""
+
+    @property
+    def hash(self) -> str:
+        return self.blake3 or self.sha256
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,14 @@ def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
     """Return the bytes of a manifest file: the signature, then a line with the hash of the JSON,
     then the JSON.
     """
-    values = {"format": FORMAT, **asdict(manifest)}
+    files = {name: {"size_bytes": spec.size_bytes, **_hash_of(spec)} for name, spec in manifest.files.items()}
+    values = {"format": FORMAT, **asdict(manifest), "files": files}
     text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode()
     return signer.sign(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def _hash_of(spec: FileSpec) -> dict[str, str]:
+    return {"blake3": spec.blake3} if spec.blake3 else {"sha256": spec.sha256}
 
 
 def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
@@ -107,9 +121,10 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise InputError(f"{path}/{MANIFEST}: damaged: its content has changed since it was written")
     try:
-        if (got := _HEADER.validate_json(text).format) != FORMAT:
+        if (got := _HEADER.validate_json(text).format) not in READABLE:
+            known = " and ".join(map(str, READABLE))
             raise InputError(
-                f"{path}: written in format {got}, but this version reads format {FORMAT}; use the "
+                f"{path}: written in format {got}, but this version reads formats {known}; use the "
                 "version that wrote it"
             )
         _check_items(parse_json(text))

@@ -1,8 +1,8 @@
 """Checkpoints of an island's training state: saved in the background, published atomically,
 loadable on any mesh.
 
-torch.distributed.checkpoint writes the tensors, each rank its own shards, under names that do not
-depend on the mesh. A checkpoint may come from somebody else: no pickle in it is run (index.py,
+Each rank writes its own shards, under names that do not depend on the mesh; torch.distributed.checkpoint
+plans who writes and reads what. A checkpoint may come from somebody else: nothing in it is run (index.py,
 tensor_reader.py), and manifests may be signed.
 """
 
@@ -17,9 +17,7 @@ from typing import Any, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from inner.checkpoint import folder as disk
@@ -27,8 +25,9 @@ from inner.checkpoint import state
 from inner.checkpoint.collective_errors import run_on_all_ranks, run_on_first_rank
 from inner.checkpoint.folder import UNSIGNED, SavedCheckpoint
 from inner.checkpoint.index import read_index
-from inner.checkpoint.manifest import INDEX, Manifest, Signer
+from inner.checkpoint.manifest import Manifest, Signer
 from inner.checkpoint.tensor_reader import CheckpointFailed, describe, read_tensors
+from inner.checkpoint.tensor_writer import write_tensors
 from inner.errors import InputError
 from inner.params import copy_to_host
 from inner.threads import Worker
@@ -239,20 +238,12 @@ class Checkpoints:
         """Write and publish a checkpoint in the background, on all ranks. Raises
         CheckpointFailed.
         """
-        mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
-            dcp.save(
-                copies,
-                storage_writer=dcp.FileSystemWriter(partial, sync_files=True, overwrite=False),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-                process_group=self._group,
-            )
-            files = _merge(run_on_all_ranks(self._group, lambda: disk.file_specs(partial, mine)))
+            files = write_tensors(copies, partial, self._group)
             run_on_first_rank(self._group, lambda: disk.publish(partial, replace(manifest, files=files), self._signer))
             run_on_first_rank(self._group, lambda: disk.prune(self._folder, self._keep, self._signer))
-        # CheckpointException is not an Exception. Keep every error for wait(), which raises it in
-        # the caller's thread.
-        except (CheckpointException, Exception) as error:
+        # Keep every error for wait(), which raises it in the caller's thread.
+        except Exception as error:
             raise CheckpointFailed(
                 f"{self._folder}: step {manifest.inner_step} was not saved: {describe(error)}; "
                 f"{disk.free_space(self._folder)}; earlier checkpoints are as they were"

@@ -1,32 +1,35 @@
 """Read the tensors of a checkpoint into memory that the caller has allocated, each rank its own
 shards.
 
-torch.distributed.checkpoint plans which rank reads which chunks. Its own reader runs the pickles in
-the files. The reader here takes the checked index, and reads each chunk with
-`torch.load(weights_only=True)`, which builds tensors and calls nothing else. It first checks that
-the chunk is stored uncompressed, so a chunk cannot take more memory than its bytes in the file.
+torch.distributed.checkpoint plans which rank reads which chunks. The reader here takes the checked
+index, and reads the values of a chunk straight into the tensor that wants them.
+
+In format 1 a chunk is an archive of torch.save. It is read with `torch.load(weights_only=True)`, which
+builds tensors and calls nothing else, after a check that it is stored uncompressed, so a chunk cannot
+take more memory than its bytes in the file.
 """
 
 import io
-import warnings
 import zipfile
-from os import PathLike
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from inner.checkpoint.index import Index
+from inner.checkpoint.collective_errors import run_on_all_ranks
+from inner.checkpoint.index import ChunkKey, Index
+from inner.checkpoint.pickled_index import Shape
 from inner.errors import InputError
 from inner.foreign.files import open_file
+
+Box = list[tuple[int, int]]
+"""For each dimension the first element and the number of elements."""
 
 
 class CheckpointFailed(RuntimeError):
@@ -40,84 +43,90 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, index: Index, group: di
     Raises InputError if the files hold something other than the index says, CheckpointFailed if
     they cannot be read.
     """
+
+    def read() -> None:
+        _TensorReader(path, index).read(tensors)
+
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(
-                cast(dict[str, Any], tensors),
-                storage_reader=TensorReader(path, index),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        _, (first, _) = next(iter(error.failures.items()))
-        if isinstance(first, InputError):
-            raise first from error
+        if group is None:
+            read()
+        else:
+            run_on_all_ranks(group, read)
+    except InputError:
+        raise
+    except Exception as error:
         raise CheckpointFailed(f"{path}: was not loaded: {describe(error)}") from error
 
 
-def describe(error: BaseException) -> str:
+def describe(error: Exception) -> str:
     """Return one line with the error and the rank that raised it."""
-    if isinstance(error, CheckpointException):
-        rank, (first, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {first!r}"
     return " ".join([repr(error), *getattr(error, "__notes__", [])])
 
 
-class TensorReader(StorageReader):
-    """The reader that torch.distributed.checkpoint calls to load a checkpoint."""
+class _TensorReader:
+    """Reads chunks of one checkpoint."""
 
     def __init__(self, path: Path, index: Index) -> None:
         self._path = path
         self._index = index
 
-    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Do nothing: this reader has no state to reset."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the shapes in the index."""
-        return Metadata(dict(self._index.tensors))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: this reader needs no preparation."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all chunks that the plan assigns to this rank. Raises InputError if a chunk is not
-        what the index says.
-        """
-        for item in plan.items:
+    def read(self, tensors: dict[str, Tensor]) -> None:
+        """Fill this rank's shards. Raises InputError if a chunk is not what the index says."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(cast(dict[str, Any], tensors), Metadata(dict(self._index.tensors)))
+        for item in planner.finish_plan(planner.create_local_plan()).items:
             assert item.type is LoadItemType.TENSOR, "the index holds tensors only"
-            name = item.storage_index.fqn
-            offsets = item.storage_index.offset
-            chunk = self._read_chunk(name, tuple(offsets or ()))
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(chunk)
+            key = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            box = list(zip(item.storage_offsets, item.lengths, strict=True))
+            if self._index.is_raw:
+                self._read_box(key, box, target)
+            else:
+                target.copy_(_cut(self._load_archive(key), box))
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
-    def _read_chunk(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        saved = self._index.tensors[name]
-        place = self._index.places[name, offsets]
-        path = self._path / place.file
-        # Several chunks may begin at the same offsets, but at most one of them has elements, and
-        # only that one is read.
-        shape = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == offsets and 0 not in chunk.sizes)
+    def _read_box(self, key: ChunkKey, box: Box, target: Tensor) -> None:
+        """Fill `target` with a box of a chunk. Only the rows of the box are read."""
+        dtype = self._index.tensors[key[0]].properties.dtype
+        shape = list(self._shape(key))
+        start = self._index.places[key].start
+        if box:
+            (first_row, shape[0]), box[0] = box[0], (0, box[0][1])
+            start += first_row * prod(shape[1:]) * dtype.itemsize
+        is_whole = box == [(0, size) for size in shape]
+        is_direct = is_whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        rows = target if is_direct else torch.empty(shape, dtype=dtype)
+        self._read_bytes(self._path / self._index.places[key].file, start, rows)
+        if not is_direct:
+            target.copy_(_cut(rows, box))
+
+    def _read_bytes(self, path: Path, start: int, rows: Tensor) -> None:
+        """Fill a contiguous CPU tensor with the bytes of a file from `start`. Raises InputError."""
+        values = rows.reshape(-1).view(torch.uint8).numpy().data
         try:
             with open_file(path) as file:
-                file.seek(place.offset)
+                file.seek(start)
+                num_read = file.readinto(values)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        if num_read != len(values):
+            raise InputError(f"{path}: damaged: it has become shorter since it was checked")
+
+    def _shape(self, key: ChunkKey) -> Shape:
+        # Several chunks may begin at the same offsets, but at most one of them has elements, and
+        # only that one is read.
+        chunks = self._index.tensors[key[0]].chunks
+        return next(chunk.sizes for chunk in chunks if chunk.offsets == key[1] and 0 not in chunk.sizes)
+
+    def _load_archive(self, key: ChunkKey) -> Tensor:
+        """Load a chunk of format 1. Raises InputError if it is not what the index says."""
+        name, _ = key
+        saved = self._index.tensors[name]
+        place = self._index.places[key]
+        path = self._path / place.file
+        try:
+            with open_file(path) as file:
+                file.seek(place.start)
                 chunk = load_chunk(file.read(place.length))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
@@ -128,14 +137,16 @@ class TensorReader(StorageReader):
                 f"{path}: refused: the bytes of {name} are not a saved tensor ({cause}), and nothing in them was run; "
                 "use a checkpoint from a source that you trust"
             ) from None
-        if chunk.shape != shape or chunk.dtype != saved.properties.dtype or chunk.layout != torch.strided:
+        if chunk.shape != self._shape(key) or chunk.dtype != saved.properties.dtype or chunk.layout != torch.strided:
             raise InputError(f"{path}: refused: {name} has a shape or dtype other than the index says")
         return chunk
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Return True: any folder may hold a checkpoint."""
-        return True
+
+def _cut(chunk: Tensor, box: Box) -> Tensor:
+    """Return a box of a chunk."""
+    for dim, (start, length) in enumerate(box):
+        chunk = chunk.narrow(dim, start, length)
+    return chunk
 
 
 def load_chunk(saved: bytes) -> Tensor:

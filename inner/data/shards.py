@@ -135,7 +135,7 @@ class ShardBuilder:
         """Append the tokens of a training document, eos included."""
         self.counts.train_documents += 1
         self.counts.train_tokens += len(ids)
-        self.tokens["train"] += ids.tobytes()
+        self.tokens["train"] += ids.data
         self.ends["train"].append(self.counts.train_tokens)
 
     def add_heldout(self, ids: np.ndarray, num_bytes: int) -> None:
@@ -143,7 +143,7 @@ class ShardBuilder:
         self.counts.heldout_documents += 1
         self.counts.heldout_tokens += len(ids)
         self.counts.heldout_bytes += num_bytes
-        self.tokens["heldout"] += ids.tobytes()
+        self.tokens["heldout"] += ids.data
         self.ends["heldout"].append(self.counts.heldout_tokens)
 
     def pad(self, split: SplitName, ids: np.ndarray) -> None:

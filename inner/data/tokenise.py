@@ -121,16 +121,20 @@ def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None)
         nothing = np.empty(0, DTYPE)
         return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
     dtype = token_dtype(tokenizer)
-    return [np.empty(0, dtype) if text is None else encode_document(tokenizer, text).astype(dtype) for text in texts]
+    return [np.empty(0, dtype) if text is None else encode_document(tokenizer, text, dtype) for text in texts]
 
 
-def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the token ids of a document for training, uint32: bos if there is one, the text,
-    eos.
+def encode_document(tokenizer: Tokenizer, text: str, dtype: str = "uint32") -> np.ndarray:
+    """Return the token ids of a document for training: bos if there is one, the text, eos. `dtype`
+    must hold every id.
     """
-    begin = [] if tokenizer.first_id is None else [tokenizer.first_id]
-    ids = [np.array(begin, np.uint32), tokenizer.encode(text), np.array([tokenizer.eos_id], np.uint32)]
-    return np.concatenate(ids)
+    ids = tokenizer.encode(text)
+    first = [] if tokenizer.first_id is None else [tokenizer.first_id]
+    document = np.empty(len(first) + len(ids) + 1, dtype)
+    document[: len(first)] = first
+    document[len(first) : -1] = ids
+    document[-1] = tokenizer.eos_id
+    return document
 
 
 _worker_tokenizers: list[Tokenizer] = []

@@ -46,8 +46,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of the text, 1-D uint32, without eos. Special markers in the text
-        are treated as plain text.
+        """Return the token ids of the text, 1-D, uint8 or uint32, without eos. Special markers in
+        the text are treated as plain text.
         """
         ...
 
@@ -78,10 +78,10 @@ class BytesTokenizer:
     first_id = None
 
     def encode(self, text: str) -> np.ndarray:
-        """Return one id per byte. A lone surrogate, which has no UTF-8 bytes, becomes a question
-        mark.
+        """Return one id per byte, uint8. A lone surrogate, which has no UTF-8 bytes, becomes a
+        question mark.
         """
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the bytes. Invalid UTF-8 becomes U+FFFD."""
@@ -92,10 +92,10 @@ class BytesTokenizer:
         return None
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """Return the ids of each piece. There are no special tokens with names, so every marker is
-        text.
+        """Return the ids of each piece, uint32. There are no special tokens with names, so every
+        marker is text.
         """
-        return [self.encode(text) for text, _ in pieces]
+        return [self.encode(text).astype(np.uint32) for text, _ in pieces]
 
 
 def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -> Tokenizer:

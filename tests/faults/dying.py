@@ -27,7 +27,7 @@ def in_the_second_save(is_the_point: IsPoint) -> IsPoint:
 
 
 def is_own_file(event: str, args: tuple) -> bool:
-    return event == "open" and "__1_0" in str(args[0]) and "w" in str(args[1])
+    return event == "open" and "rank-1.tensors" in str(args[0]) and "x" in str(args[1])
 
 
 def is_second_copy(event: str, args: tuple) -> bool:
@@ -36,7 +36,7 @@ def is_second_copy(event: str, args: tuple) -> bool:
 
 POINTS: dict[str, Callable[[], IsPoint]] = {
     "before anything is written": lambda: lambda event, args: event == "os.mkdir" and path_ends(args, ".partial"),
-    "between files": lambda: lambda event, args: event == "open" and ".metadata" in str(args[0]),
+    "between files": lambda: lambda event, args: event == "open" and "index.json" in str(args[0]),
     "before it is published": lambda: lambda event, args: event == "os.rename" and path_ends(args, ".partial"),
     "once it is published": after_the_rename,
     "while old ones are deleted": while_deleting,

@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ) -> None:
     run = shutil.copytree(stopped, tmp_path / "test")
     damaged = [
-        run / "island-0" / "checkpoints" / name / "__0_0.distcp" for name in ("step-00000006-2", "step-00000006")
+        run / "island-0" / "checkpoints" / name / "rank-0.tensors" for name in ("step-00000006-2", "step-00000006")
     ]
     for file in damaged:
         damage(file)
@@ -140,11 +140,11 @@ def test_when_all_are_damaged_it_says_so_and_begins_anew_when_told_to(
     place: SavingRun, whole: Digests, stopped: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(stopped, tmp_path / "test")
-    for file in (run / "island-0" / "checkpoints").glob("*/.metadata"):
+    for file in (run / "island-0" / "checkpoints").glob("*/index.json"):
         flip(file)
     refused = place.run(tmp_path)
     assert refused.status == FINAL_STATUS and "Traceback" not in refused.text
-    assert "none of the 3 checkpoints is whole" in refused.text and ".metadata: damaged" in refused.text
+    assert "none of the 3 checkpoints is whole" in refused.text and "index.json: damaged" in refused.text
     place.run(tmp_path, "--resume", "never").well()
     assert not events(run / "island-0", "resumed")
     assert digests(run / "island-0") == whole

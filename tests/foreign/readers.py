@@ -23,7 +23,7 @@ from diloco.errors import ConfigError
 from diloco.own_loop.saved_state import read_state, write_state
 from inner.checkpoint.folder import SavedCheckpoint, list_published
 from inner.checkpoint.index import read_index
-from inner.checkpoint.manifest import INDEX, MANIFEST
+from inner.checkpoint.manifest import FORMER_INDEX, INDEX, MANIFEST
 from inner.data.chat.encode import encode_conversation
 from inner.data.sources.documents import TextField
 from inner.data.sources.files import FilesSource
@@ -39,6 +39,7 @@ from inner.huggingface.tokenizer_files import write_tokenizer
 from inner.measure.param_specs import param_specs
 from tests.inner.data import token_files_of_others as others
 from tests.inner.folders import BYTE_SIZES, spread_model, write_folder
+from tests.inner.former_checkpoint import write_fitting_manifest
 
 CHECKPOINT = Path(__file__).parents[1] / "inner/checkpoint/written_before/step-00000003"
 TEXTS = ["a first text", "caf\u00e9 " * 40, "", "the last one\nof two lines"]
@@ -171,6 +172,19 @@ def _manifest(folder: Path) -> Path:
     return path
 
 
+def _index(folder: Path) -> Path:
+    """The index of a checkpoint in the present format."""
+    path = _checkpoint(INDEX)(folder)
+    path.with_name(FORMER_INDEX).unlink()
+    for file in path.parent.glob("*.distcp"):
+        file.unlink()
+    path.with_name("rank-0.tensors").write_bytes(bytes(24))
+    chunk = {"file": "rank-0.tensors", "start": 0, "offsets": [0, 0], "sizes": [2, 3]}
+    path.write_text(json.dumps({"tensors": {"params/w": {"dtype": "float32", "shape": [2, 3], "chunks": [chunk]}}}))
+    write_fitting_manifest(path.parent)
+    return path
+
+
 def _write_manifest(path: Path, text: bytes) -> None:
     """With the hash that fits, as whoever writes a manifest by hand gives it."""
     path.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
@@ -192,7 +206,7 @@ def _read_index(path: Path) -> None:
     manifest = path.with_name(MANIFEST)
     values = json.loads(manifest.read_bytes().partition(b"\n")[2])
     spec = {"size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    _write_manifest(manifest, json.dumps({**values, "files": {**values["files"], INDEX: spec}}).encode())
+    _write_manifest(manifest, json.dumps({**values, "files": {**values["files"], path.name: spec}}).encode())
     read_index(_find_checkpoint(path.parent.parent))
 
 
@@ -254,7 +268,8 @@ READERS = {
     "header of safetensors": Reader(_header, _read_header, is_json=True),
     "index of safetensors": Reader(_model(WEIGHTS_INDEX), lambda path: weights_files(path.parent), is_json=True),
     "manifest": Reader(_manifest, _read_manifest, is_json=True),
-    "index of a checkpoint": Reader(_checkpoint(INDEX), _read_index),
+    "pickled index of a checkpoint": Reader(_checkpoint(FORMER_INDEX), _read_index),
+    "index of a checkpoint": Reader(_index, _read_index, is_json=True),
     "state of an own loop": Reader(_state, read_state, error=ConfigError),
     "config": Reader(_write("run.yaml", CONFIG_TEXT), lambda path: parse_config(_text(path)), error=ConfigError),
     "config of a swarm": Reader(

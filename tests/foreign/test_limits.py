@@ -91,13 +91,14 @@ def test_a_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str)
 
 def _read_checkpoint(path: Path) -> None:
     found, problems = list_published(path.parent.parent)
-    problem = problems[0] if problems else find_damage(found[0], [INDEX])
+    problem = problems[0] if problems else find_damage(found[0], [path.name])
     raise InputError(problem or "it was read")
 
 
 READS_WITHOUT_WRITING: dict[str, Callable[[Path], object]] = {
     "manifest": _read_checkpoint,
     "index of a checkpoint": _read_checkpoint,
+    "pickled index of a checkpoint": _read_checkpoint,
 }
 """The other way to read these writes the file first."""
 
@@ -125,7 +126,7 @@ def test_a_manifest_with_wrong_items_by_the_thousand_is_refused_at_the_first(tmp
     path = reader.prepare(tmp_path)
     values = json.loads(path.read_bytes())
     for key, reason in (("optimizers", "text expected"), ("files", "at most 65536")):
-        path.write_text(json.dumps({**values, key: {f"__{number}_0.distcp": 1 for number in range(70_000)}}))
+        path.write_text(json.dumps({**values, key: {f"rank-{number}.tensors": 1 for number in range(70_000)}}))
         reset_peak()
         before = read_status("VmRSS")
         with pytest.raises(InputError, match=f"manifest.json: not a manifest: {key}: .*{reason}"):

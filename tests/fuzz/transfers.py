@@ -17,8 +17,8 @@ from diloco.checkpoints.facts import IslandFacts, parse_island_facts
 from diloco.checkpoints.signing import RunKeySigner
 from diloco.runtime.progress import Progress, ResumePoint
 from inner.checkpoint.folder import UNSIGNED, SavedCheckpoint
-from inner.checkpoint.index import parse_index
-from inner.checkpoint.manifest import INDEX, MANIFEST, Manifest, parse_manifest, write_manifest
+from inner.checkpoint.index import IndexRefused, parse_former, parse_index
+from inner.checkpoint.manifest import FORMER_INDEX, MANIFEST, FileSpec, Manifest, parse_manifest, write_manifest
 from inner.checkpoint.pickle_parser import PickleError
 from inner.checkpoint.tensor_reader import load_chunk
 from inner.errors import InputError as InnerInputError
@@ -81,9 +81,15 @@ def build_transfers() -> Entries:
             [write_manifest(Manifest(3, {}, {}), RunKeySigner(RUN_KEY)), (CHECKPOINT / MANIFEST).read_bytes()],
             (InnerInputError, InputError),
         ),
-        "index": Entry(_parse_index, [(CHECKPOINT / INDEX).read_bytes()], (PickleError,), most_seconds=INDEX_SECONDS),
+        "index": Entry(
+            _parse_former,
+            [(CHECKPOINT / FORMER_INDEX).read_bytes()],
+            (PickleError, IndexRefused),
+            most_seconds=INDEX_SECONDS,
+        ),
         "chunk": Entry(_load_chunk, list(_chunks()), (InnerInputError,)),
         "history of norms": Entry(_parse_history, [_raw(to_tensor(each)) for each in histories], (InputError,)),
+        "index in JSON": Entry(_parse_index, [_index()], (IndexRefused,), is_json=True),
     }  # fmt: skip
 
 
@@ -254,9 +260,23 @@ def _parse_signed_manifest(raw: bytes) -> None:
 _MANIFEST = parse_manifest((CHECKPOINT / MANIFEST).read_bytes(), str(CHECKPOINT), UNSIGNED)
 
 
-def _parse_index(raw: bytes) -> None:
-    index = parse_index(raw, _MANIFEST)
+def _parse_former(raw: bytes) -> None:
+    index = parse_former(raw, _MANIFEST)
     assert all(place.file in _MANIFEST.files for place in index.places.values())
+
+
+_RAW = Manifest(3, {}, {}, {"rank-0.tensors": FileSpec(100), "index.json": FileSpec(100)})
+
+
+def _index() -> bytes:
+    chunks = [{"file": "rank-0.tensors", "start": 64 * row, "offsets": [row, 0], "sizes": [1, 3]} for row in (0, 1)]
+    tensors = {"params/w": {"dtype": "float32", "shape": [2, 3], "chunks": chunks}}
+    return json.dumps({"tensors": tensors}).encode()
+
+
+def _parse_index(raw: bytes) -> None:
+    index = parse_index(raw, _RAW)
+    assert sum(saved.size.numel() * saved.properties.dtype.itemsize for saved in index.tensors.values()) <= 100
 
 
 def _chunks() -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from inner.errors import InputError
 TIMEOUT_SECONDS = 30.0
 WEIGHT_BYTES = 64 * 64 * 4
 KILLED_AT_BYTES = 4096
-FILES = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+FILES = ["index.json", "rank-0.tensors", "rank-1.tensors"]
 """The files that two ranks write, without the manifest."""
 
 

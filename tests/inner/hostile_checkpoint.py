@@ -1,20 +1,18 @@
 """What somebody who can write to a folder of checkpoints may put there: pickles that make a file when they are run."""
 
-import hashlib
 import io
-import json
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
-from inner.checkpoint.folder import file_specs
-from inner.checkpoint.manifest import FORMAT, INDEX, MANIFEST
+from inner.checkpoint.manifest import FORMER_INDEX
+from tests.inner.former_checkpoint import to_former_format, write_fitting_manifest
 
 
 class Runs:
@@ -28,23 +26,18 @@ class Runs:
 
 
 def poison(checkpoint: Path, how: str, marker: Path) -> None:
-    """Replace a part of a whole checkpoint by something hostile, and write a manifest that fits."""
+    """Put a whole checkpoint into format 1, replace a part of it by something hostile, and write a manifest that
+    fits.
+    """
+    if not (checkpoint / FORMER_INDEX).exists():
+        to_former_format(checkpoint)
     if how in WHOLE:
-        (checkpoint / INDEX).write_bytes(WHOLE[how](marker))
+        (checkpoint / FORMER_INDEX).write_bytes(WHOLE[how](marker))
     else:
-        metadata = pickle.loads((checkpoint / INDEX).read_bytes())
+        metadata = pickle.loads((checkpoint / FORMER_INDEX).read_bytes())
         CHANGES[how](metadata, checkpoint, marker)
-        (checkpoint / INDEX).write_bytes(pickle.dumps(metadata))
+        (checkpoint / FORMER_INDEX).write_bytes(pickle.dumps(metadata))
     write_fitting_manifest(checkpoint)
-
-
-def write_fitting_manifest(checkpoint: Path, **changes: Any) -> None:
-    """Write the manifest anew, with the sizes and hashes that the files have now and no signature."""
-    lines = (checkpoint / MANIFEST).read_bytes().splitlines(keepends=True)
-    values = json.loads(b"".join(lines[lines.index(b"{\n") :]))
-    files = {name: asdict(spec) for name, spec in file_specs(checkpoint, [INDEX, "*.distcp"]).items()}
-    text = json.dumps({**values, "format": FORMAT, "files": files, **changes}).encode()
-    (checkpoint / MANIFEST).write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 def _wanted(metadata: Metadata) -> str:

@@ -20,7 +20,8 @@ from inner.errors import InputError
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.run_key import SEAL_MAGIC, read_run_key
 from tests.inner.folders import spread_model, write_folder
-from tests.inner.hostile_checkpoint import CODE, REFUSALS, Runs, poison, write_fitting_manifest
+from tests.inner.former_checkpoint import write_fitting_manifest
+from tests.inner.hostile_checkpoint import CODE, REFUSALS, Runs, poison
 from tests.swarm import Island, Swarm, swarm
 
 SETTINGS = ["island.checkpoint.every_rounds=1", "island.checkpoint.keep=1", "outer.rounds=2"]

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -75,6 +76,7 @@ def read_from(source: Source, number: int, place: Place | None) -> Iterator[Docu
     return islice(source.documents(), number, None)
 
 
+@lru_cache(1 << 12)  # It is asked several times for each document.
 def is_heldout(key: str, heldout_fraction: float) -> bool:
     """Return whether a document is held out. Only the key decides, so all machines and runs
     agree.

@@ -2,13 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from inner.data.sources.compressed import DocumentRow, open_lines, read_whole
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
 from inner.foreign.files import MAX_DOCUMENT_BYTES, lines_of
-from inner.foreign.text import parse_json
+from inner.foreign.text import FREE_BYTES, parse_json
 
 
 def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
@@ -26,11 +29,13 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
         for number, line in enumerate(following, start=first):
             if len(line) > MAX_DOCUMENT_BYTES:
                 raise _too_long(path, number)
-            if line.strip():
+            end = offset + len(line)
+            if not line.isspace():
                 where = f"{path}, line {number + 1}"
-                row = _object(_parse(line, where, "a line holds one object"), where)
-                yield DocumentRow(f"{key}#{number}", row_text(row, field, where), raw.tell() / size, number, offset)
-            offset += len(line) if is_plain else 0
+                row = _object(_parse_line(line, where), where)
+                share = (end if is_plain else raw.tell()) / size
+                yield DocumentRow(f"{key}#{number}", row_text(row, field, where), share, number, offset)
+            offset = end if is_plain else 0
 
 
 def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[DocumentRow]:
@@ -65,6 +70,16 @@ def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[D
         where = f"{path}, item {number + 1}"
         text = row_text(_object(item, where), field, where)
         yield DocumentRow(f"{key}#{number}", text, (number + 1) / len(items), number)
+
+
+def _parse_line(line: bytes, where: str) -> object:
+    """Return the value of a line. The fast parser refuses some texts that Python's parser takes, such
+    as lone surrogates, and never gives another value.
+    """
+    if len(line) < FREE_BYTES:
+        with suppress(ValueError):
+            return from_json(line)
+    return _parse(line, where, "a line holds one object")
 
 
 def _parse(data: bytes, where: str, expected: str) -> object:

@@ -16,6 +16,7 @@ from inner.checkpoint import folder as disk
 from inner.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileSpec, Manifest, Unsigned, write_manifest
 from inner.errors import InputError
 from tests.diloco.checkpoints.s3_server import s3_server
+from tests.inner.former_checkpoint import specs_of
 
 _numbers = itertools.count()
 ROOT = Path(__file__).parents[3]
@@ -45,8 +46,8 @@ def saved(folder: Path, *steps: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps:
         partial = disk.create_partial(folder, step, 10, 1)
-        (partial / "__0_0.distcp").write_text(f"state of step {step}")
-        disk.publish(partial, Manifest(step, {}, {}, disk.file_specs(partial, ["*"])))
+        (partial / "rank-0.tensors").write_text(f"state of step {step}")
+        disk.publish(partial, Manifest(step, {}, {}, specs_of(partial)))
 
 
 def test_the_newest_checkpoint_is_found_on_another_disk_byte_for_byte(tmp_path: Path, url: str) -> None:
@@ -104,7 +105,7 @@ def test_half_a_manifest_makes_no_copy_whole(tmp_path: Path, url: str) -> None:
 def test_the_copy_takes_the_place_of_a_damaged_one(tmp_path: Path, url: str) -> None:
     saved(tmp_path / "one", 10, 20)
     Mirror(url, keep=2).push(tmp_path / "one")
-    (tmp_path / "one" / "step-00000020" / "__0_0.distcp").write_text("state")
+    (tmp_path / "one" / "step-00000020" / "rank-0.tensors").write_text("state")
     assert Mirror(url, keep=2).pull(tmp_path / "one") == "step-00000020"
     assert disk.list_published(tmp_path / "one")[0][0].inner_step == 20
 
@@ -148,11 +149,11 @@ def test_a_name_at_the_mirror_that_leads_elsewhere_is_not_followed(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["../../evil", "/tmp/evil", "a/__0_0.distcp", "lock", "manifest.json", "__0_0.distcp/.."]
+    "name", ["../../evil", "/tmp/evil", "a/rank-0.tensors", "lock", "manifest.json", "rank-0.tensors/.."]
 )
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, hostile, name: str) -> None:
     url, files, copy = hostile
-    raw = write_manifest(Manifest(10, {}, {}, {name: FileSpec(16, "0" * 64)}, serial=9), Unsigned())
+    raw = write_manifest(Manifest(10, {}, {}, {name: FileSpec(16, blake3="0" * 64)}, serial=9), Unsigned())
     files.pipe_file(f"{copy}/{MANIFEST}", raw)
     with pytest.raises(InputError, match=r"refused: .* is not the name of a file of a checkpoint"):
         Mirror(url, keep=1).pull(tmp_path / "two")
@@ -162,7 +163,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, hosti
 @pytest.mark.parametrize("content", [b"state of step 11", b"state of step 10 and more"])
 def test_a_copy_with_other_bytes_gets_no_name(tmp_path: Path, hostile, content: bytes) -> None:
     url, files, copy = hostile
-    files.pipe_file(f"{copy}/__0_0.distcp", content)
+    files.pipe_file(f"{copy}/rank-0.tensors", content)
     with pytest.raises(InputError, match="damaged"):
         Mirror(url, keep=1).pull(tmp_path / "two")
     assert everything(tmp_path / "two") == set()
@@ -181,5 +182,5 @@ def test_an_older_copy_is_taken_when_the_newest_is_damaged(tmp_path: Path, url: 
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     files, root = fsspec.url_to_fs(url)
-    files.pipe_file(f"{root}/step-00000020/__0_0.distcp", b"state of step 21")
+    files.pipe_file(f"{root}/step-00000020/rank-0.tensors", b"state of step 21")
     assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"

@@ -34,7 +34,7 @@ def remove(file: Path) -> None:
 
 def make_newer(file: Path) -> None:
     """A manifest of a version to come, whole."""
-    text = json.dumps(json.loads(file.read_bytes().partition(b"\n")[2]) | {"format": 2})
+    text = json.dumps(json.loads(file.read_bytes().partition(b"\n")[2]) | {"format": 3})
     digest = subprocess.run(["sha256sum"], input=text.encode(), capture_output=True, check=True).stdout[:64]
     file.write_bytes(digest + b"\n" + text.encode())
 
@@ -48,7 +48,7 @@ MANIFEST_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncate": (truncate, "{file}: damaged: its content has changed since it was written"),
     "flip": (flip, "{file}: damaged: its content has changed since it was written"),
     "remove": (remove, "{file}: cannot be read: No such file or directory"),
-    "make_newer": (make_newer, "{folder}: written in format 2, but this version reads format 1"),
+    "make_newer": (make_newer, "{folder}: written in format 3, but this version reads formats 1 and 2"),
 }
 CASES = [(file, how, rest) for file in FILES for how, rest in DAMAGES.items()]
 CASES += [("manifest.json", how, rest) for how, rest in MANIFEST_DAMAGES.items()]
@@ -117,10 +117,10 @@ def test_damaged_step_is_refused_naming_the_file(answers, case: tuple[str, str])
 def test_only_damaged_checkpoints_are_an_error(three: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(three, tmp_path / "damaged")
     for number in (1, 2, 3):
-        truncate(folder / f"step-0000000{number}" / "__1_0.distcp")
+        truncate(folder / f"step-0000000{number}" / "rank-1.tensors")
     for error in run_ranks(with_checkpoints, 2, folder, newest_refused):
         assert "none of the 3 checkpoints is whole" in error
-        assert "__1_0.distcp: damaged" in error
+        assert "rank-1.tensors: damaged" in error
 
 
 def newest_refused(rank: int, checkpoints: Checkpoints, folder: Path) -> str:
@@ -129,7 +129,7 @@ def newest_refused(rank: int, checkpoints: Checkpoints, folder: Path) -> str:
 
 def test_keeps_the_newest_whole_ones(three: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(three, tmp_path / "keep")
-    truncate(folder / "step-00000002" / ".metadata")
+    truncate(folder / "step-00000002" / "index.json")
     before, after = run_ranks(with_checkpoints, 2, folder, two_more)[0]
     # Two are kept; the damaged one is not counted and not deleted.
     assert before == ["lock", "step-00000002", "step-00000003", "step-00000004"]
