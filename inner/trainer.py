@@ -36,6 +36,7 @@ from inner.parallel.build import (
     StepShape,
     build_copies,
     build_cutter,
+    build_dropout,
     build_runner,
     build_stages,
     build_tied_group,
@@ -203,6 +204,7 @@ class Trainer:
         """
         layout = self._layout
         self._cutter = build_cutter(layout, self._seq_len, self.settings.eos_id)
+        self._dropout = build_dropout(layout, self._config.dropout, self.settings.seed, self._seq_len)
         if isinstance(layout.model, ModelSizes):
             for stage in self.model_parts:
                 stage.set_positions(layout.positions_at(self._seq_len))
@@ -227,7 +229,7 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         depths = recording_depths(self.model_parts, self._num_depths, self._device)
         with self._record_routing(micro_batches) as routed, depths as depth_sums_2P:
-            my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
+            my_loss = self._backward(self._cut(micro_batches), num_tokens)
         routing = None if self._balance is None or routed is None else self._balance.gather(routed)
         mine = torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)])
         sums = self._sum(torch.cat((mine, self._counted_loss(depth_sums_2P).flatten())))
@@ -321,6 +323,21 @@ class Trainer:
         num_tokens = self._counted(micro_batches, num_inputs_in)
         return self._balance.recording(self._config.balance, num_tokens, self._loss_factor)
 
+    def _cut(self, micro_batches: Sequence[Tensor]) -> list[MicroBatch]:
+        """Cut the micro-batches of the next training step, with their masks of dropout."""
+        batches = list(map(self._cutter, micro_batches))
+        if self._dropout is None:
+            return batches
+        numbers = self._number_sequences(len(batches))
+        masks = [self._dropout.of_micro_batch(self.inner_step, each) for each in numbers]
+        return [batch._replace(dropout=each) for batch, each in zip(batches, masks, strict=True)]
+
+    def _number_sequences(self, num_micro_batches: int) -> list[range]:
+        """Return the numbers of each micro-batch's sequences in the step over all ranks."""
+        count = self.settings.micro_batch
+        first = self.data_rank * num_micro_batches
+        return [range(count * number, count * (number + 1)) for number in range(first, first + num_micro_batches)]
+
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every
         return every > 0 and self.inner_step % every == 0
@@ -331,12 +348,11 @@ class Trainer:
         It runs over all sequences, with targets in the small batch only, which is the same on every
         mesh. It leaves no gradient and does not change a later backward. Every rank must call it.
         """
-        count = self.settings.micro_batch
-        first = self.data_rank * len(micro_batches) * count
-        keeps = [is_in_small_batch(first + index * count, count) for index in range(len(micro_batches))]
+        numbers = self._number_sequences(len(micro_batches))
+        keeps = [is_in_small_batch(each[0], len(each)) for each in numbers]
         kept = [window[chosen] for window, chosen in zip(micro_batches, keeps, strict=True)]
         num_tokens = self._sum(self._counted_tokens(kept))
-        batches = map(self._cutter, micro_batches)
+        batches = self._cut(micro_batches)
         self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
         square = self._sum(squared_norm(self.model_parts))
         self._zero_gradients()

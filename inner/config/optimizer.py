@@ -129,6 +129,10 @@ class OptimizerConfig(Section):
     """Weight of the term log(Z)^2 that is added to each position's loss, where Z is the denominator
     of the softmax (PaLM, 2204.02311, uses 1e-4). It keeps logits from drifting. Reported losses do
     not include it. 0: no such term."""
+    dropout: float = Field(default=0.0, ge=0, le=0.99)
+    """Share of the elements that are set to 0 in training, after the embedding and after each attention
+    and feed-forward (1207.0580). The masks are the same on every mesh, and the same on all islands for
+    equal numbers of step and sequence. Evaluation has no dropout. Steps of 1/65536; 0: none."""
     noise_scale_every: int = Field(default=0, ge=0)
     """Number of inner steps between two measurements of the gradient noise scale (1812.06162). Each
     measurement costs one more backward pass. 0: never."""
