@@ -22,7 +22,7 @@ from inner.model.init import initialise
 from inner.model.predict import mean_losses, recording_depths
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
-from inner.optim.build import build_optimizers
+from inner.optim.build import Rounding, build_optimizers
 from inner.optim.clipping import clip_gradients, multiply_gradients, squared_norm
 from inner.optim.expert_balance import ExpertBalance, RoutingResult
 from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
@@ -156,7 +156,8 @@ class Trainer:
             load_weights(self.params, self.model_parts, settings.init_from)
         names = [name for name, _ in whole.named_parameters()]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
-        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
+        rounding = Rounding(self.params, settings.seed)
+        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype, rounding)
         self._tied_ends = build_tied_group(layout)
         self._num_depths = model.num_depths if isinstance(model, ModelSizes) else 0
         self._balance: ExpertBalance | None = None

@@ -2,9 +2,8 @@
 
 Whether an element is kept follows from (seed, step, layer, place, sequence, position, column) alone, so each
 rank computes its own rectangle of one mask, and a backward or a repeated forward computes it again instead
-of keeping it. The generator is counter-based: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), whose n-th
-number for a key is mix(key + n G). Four columns share a number. An element is kept if its 16 bits are at
-least rate x 2^16, and kept elements are divided by the share that is kept.
+of keeping it. An element is kept if its 16 bits are at least rate x 2^16, and kept elements are divided by
+the share that is kept.
 
 Shape suffixes: B sequences of a micro-batch, S positions of the stream on this rank, D dim.
 """
@@ -16,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GAMMA = 0x9E3779B97F4A7C15
-MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-SHIFTS = 30, 27, 31
-WORD = 1 << 64
+from inner.model.counter_random import GAMMA, draw_16_bits, mix, mix_number, signed
+
 DRAWS = 1 << 16
 """Number of values of the 16 bits that decide about an element."""
-DRAWS_PER_NUMBER = 4
 ATTENTION = 0
 FEED_FORWARD = 1
 EMBEDDING = 2
@@ -49,7 +45,7 @@ class Dropout:
     def at(self, layer: int) -> Masks:
         """Return the masks of a layer, by its number in the whole model."""
         first = NUM_PLACES * layer
-        places = [self.keys_BS + _signed(GAMMA * (first + place + 1)) for place in range(NUM_PLACES)]
+        places = [self.keys_BS + signed(GAMMA * (first + place + 1)) for place in range(NUM_PLACES)]
         return Masks(mix(torch.stack(places)), self.rate)
 
 
@@ -64,10 +60,10 @@ class DropoutSource:
 
     def of_micro_batch(self, step: int, sequences: Sequence[int]) -> Dropout:
         """Return the masks of these sequences, by their numbers in the step over all ranks."""
-        key = _mix_number(_mix_number(self.seed) + GAMMA * (step + 1))
+        key = mix_number(mix_number(self.seed) + GAMMA * (step + 1))
         numbers_B = torch.arange(sequences[0] + 1, sequences[-1] + 2, device=self.positions_S.device)
-        keys_B1 = mix(numbers_B * _signed(GAMMA) + _signed(key))[:, None]
-        return Dropout(mix(keys_B1 + (self.positions_S + 1) * _signed(GAMMA)), self.rate)
+        keys_B1 = mix(numbers_B * signed(GAMMA) + signed(key))[:, None]
+        return Dropout(mix(keys_B1 + (self.positions_S + 1) * signed(GAMMA)), self.rate)
 
 
 def drop(x_BSD: Tensor, masks: Masks | None, place: int) -> Tensor:
@@ -83,17 +79,7 @@ def drop(x_BSD: Tensor, masks: Masks | None, place: int) -> Tensor:
 
 def is_kept(keys_BS: Tensor, dim: int, rate: float) -> Tensor:
     """Return which elements of each row are kept, bool (B, S, dim)."""
-    num_numbers = -(-dim // DRAWS_PER_NUMBER)
-    counters = torch.arange(1, num_numbers + 1, device=keys_BS.device) * _signed(GAMMA)
-    draws = mix(keys_BS[..., None] + counters).view(torch.int16)[..., :dim]
-    return draws >= round(rate * DRAWS) - DRAWS // 2
-
-
-def mix(values: Tensor) -> Tensor:
-    """Return SplitMix64's mixture of each value, int64, whose arithmetic is modulo 2^64."""
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
-        values = (values ^ _shifted(values, shift)) * _signed(multiplier)
-    return values ^ _shifted(values, SHIFTS[-1])
+    return draw_16_bits(keys_BS, 0, dim) >= round(rate * DRAWS) - DRAWS // 2
 
 
 class _Drop(torch.autograd.Function):
@@ -112,22 +98,3 @@ class _Drop(torch.autograd.Function):
 def _masked(x_BSD: Tensor, keys_BS: Tensor, rate: float) -> Tensor:
     factor = DRAWS / (DRAWS - round(rate * DRAWS))
     return torch.where(is_kept(keys_BS, x_BSD.shape[-1], rate), x_BSD * factor, 0.0)
-
-
-def _shifted(values: Tensor, shift: int) -> Tensor:
-    """Shift to the right and fill with zeros; torch fills with the sign."""
-    return (values >> shift) & ((1 << (64 - shift)) - 1)
-
-
-def _signed(number: int) -> int:
-    """Return the int64 with the bits of a number modulo 2^64."""
-    low = number % WORD
-    return low - WORD if low >= WORD // 2 else low
-
-
-def _mix_number(number: int) -> int:
-    """Return `mix` of a number. A dry run, whose tensors have no values, needs it without tensors."""
-    number %= WORD
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
-        number = (number ^ number >> shift) * multiplier % WORD
-    return number ^ number >> SHIFTS[-1]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from inner.model.dropout import ATTENTION, EMBEDDING, FEED_FORWARD, GAMMA, DropoutSource, drop, is_kept, mix
+from inner.model.counter_random import GAMMA, mix
+from inner.model.dropout import ATTENTION, EMBEDDING, FEED_FORWARD, DropoutSource, drop, is_kept
 
 SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
 """The first numbers of SplitMix64 for the seed 0, as its authors' code gives them."""
