@@ -187,6 +187,7 @@ def open_runtime(
             moments=moments,
             wait_for_corpus=wait_for_corpus,
             beat=activity.beat,
+            loss_scale=lambda: None if trainer.loss_scale is None else trainer.loss_scale.exponent,
             shared=shared,
         )
         participation = stack.enter_context(opening)

@@ -25,6 +25,8 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
         runtime.metrics.write(traffic)
     if result.spike is not None:
         runtime.event("loss spike", spike_text(result, result.spike))
+    if result.overflows and runtime.trainer.loss_scale is not None:
+        runtime.event("gradient overflow", overflow_text(result, runtime.trainer.loss_scale.value))
     for layer in result.routing.collapsed_layers if result.routing is not None else ():
         runtime.event("experts collapsed", collapse_text(result, layer))
 
@@ -39,6 +41,14 @@ def spike_text(result: StepResult, spike: Spike) -> str:
     return (
         f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard deviations above the mean "
         f"of the steps before; {fates[spike.action]}"
+    )
+
+
+def overflow_text(result: StepResult, next_scale: float) -> str:
+    """Return the logbook's text about a step in float16 whose scaled gradient was too large."""
+    return (
+        f"inner step {result.step}: the gradient was too large for float16 with a loss scale of "
+        f"{result.loss_scale:g}; the step was skipped, and the loss scale is now {next_scale:g}"
     )
 
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.alerts.watch import watch_for_alerts
@@ -137,6 +137,7 @@ def open_participation(
     moments: ParamsAndMoments | None = None,
     wait_for_corpus: Callable[[], Corpus | None] = lambda: None,
     beat: Callable[[], None] = lambda: None,
+    loss_scale: Callable[[], int | None] = lambda: None,
     shared: Shared | None = None,
 ) -> Iterator[Participation]:
     """Open records and connections, and build the outer loop over `params`, which contain `moments` if
@@ -144,8 +145,8 @@ def open_participation(
 
     Every rank of the island must enter it. `wait_for_corpus` is called before the island connects,
     because the others must not wait for an island that still loads text. `beat` is called at each
-    sign of life of a round. `shared` is given if other islands run in this process. Raises
-    InputError, ConfigError or OuterError.
+    sign of life of a round. `loss_scale`: see LoopSettings. `shared` is given if other islands run in
+    this process. Raises InputError, ConfigError or OuterError.
     """
     with ExitStack() as stack:
         started_at = time.time()
@@ -157,7 +158,7 @@ def open_participation(
         identity = build_identity(config, island, ranks, network.island_key, corpus)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         rounds = RoundRecords(metrics, config.outer.start_islands, beat)
-        settings = build_loop_settings(config, island, folder, hooks, rounds)
+        settings = replace(build_loop_settings(config, island, folder, hooks, rounds), loss_scale=loss_scale)
         outer = build_loop(config.outer, identity, params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
         visited = serve_visitors(config, island, network, outer, metrics, equipment)

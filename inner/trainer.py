@@ -22,11 +22,12 @@ from inner.model.init import initialise
 from inner.model.predict import mean_losses, recording_depths
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
-from inner.optim.build import build_optimizers
-from inner.optim.clipping import clip_gradients, squared_norm
+from inner.optim.build import Rounding, build_optimizers
+from inner.optim.clipping import clip_gradients, multiply_gradients, squared_norm
 from inner.optim.expert_balance import ExpertBalance, RoutingResult
 from inner.optim.gradients import sum_over_tensor_ranks, sum_tied
 from inner.optim.learning_rate import lr_at, set_lr
+from inner.optim.loss_scale import LossScale
 from inner.optim.muon.orthogonalise import product_dtype
 from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
 from inner.optim.spikes import Spike, SpikeWatch
@@ -35,6 +36,7 @@ from inner.parallel.build import (
     StepShape,
     build_copies,
     build_cutter,
+    build_dropout,
     build_runner,
     build_stages,
     build_tied_group,
@@ -45,7 +47,7 @@ from inner.parallel.own_model import initialise_own_model
 from inner.parallel.weights.fsdp import free_gathered_weights
 from inner.params import LocalParams
 
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class StepResult:
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those targets in nats; None if it or the gradient is not finite, or without any."""
+    """Mean over those targets in nats; None if it or the gradient is not finite, or without any. A step
+    whose scaled gradient overflows has a loss."""
     lr: float
     grad_norm: float | None
-    """Gradient norm before clipping; None if `loss` is None."""
+    """Gradient norm before clipping; None if it is not finite, or `loss` is None."""
     seconds: float
     is_skipped: bool
     """Whether the gradient was discarded, because it was not finite or the loss was a spike."""
@@ -73,6 +76,10 @@ class StepResult:
     depth_losses: tuple[float, ...] = ()
     """Mean loss of each extra depth of multi-token prediction over its own targets, in nats. Empty
     without such depths, and if `loss` is None."""
+    loss_scale: float | None = None
+    """The loss scale of the step; None unless the model computes in float16."""
+    overflows: bool = False
+    """Whether the step was skipped because its scaled gradient is too large for float16."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class TrainerSettings:
 
     device: str
     compute_dtype: str
-    """float32 or bfloat16. Master weights, gradient reduction and optimizer states are always fp32."""
+    """float32, bfloat16 or float16. Master weights, gradient reduction and optimizer states are always
+    fp32."""
     micro_batch: int
     """Number of sequences in one forward pass on one rank."""
     seq_len: int
@@ -126,6 +134,8 @@ class Trainer:
         self.broken_since: int | None = None
         """The inner step before the current series of non-finite steps; None after a finite step."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
+        self.loss_scale = LossScale() if settings.compute_dtype == "float16" else None
+        """The scale of the next step's losses; None unless the model computes in float16."""
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
             check_layout(model, mesh.degrees, parallel, self._seq_len, self.micro_batches_per_step)
@@ -146,7 +156,8 @@ class Trainer:
             load_weights(self.params, self.model_parts, settings.init_from)
         names = [name for name, _ in whole.named_parameters()]
         muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
-        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype)
+        rounding = Rounding(self.params, settings.seed)
+        self.optimizers = build_optimizers(self.model_parts, names, optimizer_config, muon_dtype, rounding)
         self._tied_ends = build_tied_group(layout)
         self._num_depths = model.num_depths if isinstance(model, ModelSizes) else 0
         self._balance: ExpertBalance | None = None
@@ -194,6 +205,7 @@ class Trainer:
         """
         layout = self._layout
         self._cutter = build_cutter(layout, self._seq_len, self.settings.eos_id)
+        self._dropout = build_dropout(layout, self._config.dropout, self.settings.seed, self._seq_len)
         if isinstance(layout.model, ModelSizes):
             for stage in self.model_parts:
                 stage.set_positions(layout.positions_at(self._seq_len))
@@ -209,7 +221,8 @@ class Trainer:
         Targets of -100 are ignored. Every rank must call it with the same number of micro-batches,
         and ranks with equal data_rank with the same ones. A non-finite loss or gradient on any rank
         skips the step on all ranks; too many such steps in a row raise TrainingStopped on all
-        ranks. A loss spike may also skip the step, see SpikeConfig.
+        ranks. A loss spike may also skip the step, see SpikeConfig. In float16, a non-finite gradient
+        of a finite loss is an overflow, see LossScale.
         """
         started_at = time.perf_counter()
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
@@ -217,15 +230,18 @@ class Trainer:
         num_tokens = self._sum(self._counted_tokens(micro_batches))
         depths = recording_depths(self.model_parts, self._num_depths, self._device)
         with self._record_routing(micro_batches) as routed, depths as depth_sums_2P:
-            my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
+            my_loss = self._backward(self._cut(micro_batches), num_tokens)
         routing = None if self._balance is None or routed is None else self._balance.gather(routed)
         mine = torch.stack([self._counted_loss(my_loss), squared_norm(self.model_parts)])
         sums = self._sum(torch.cat((mine, self._counted_loss(depth_sums_2P).flatten())))
         # The host waits for the device only here. All ranks see the same sums, so all decide alike.
         loss_sum, norm_2, *of_depths, tokens = torch.stack((*sums, num_tokens)).tolist()
-        is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
+        has_loss = tokens > 0 and math.isfinite(loss_sum)
+        has_gradient = has_loss and math.isfinite(norm_2)
+        overflows = self.loss_scale is not None and has_loss and not has_gradient
+        is_broken = not (has_gradient or overflows)
         spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
-        is_skipped = is_broken or (spike is not None and spike.action != "note")
+        is_skipped = not has_gradient or (spike is not None and spike.action != "note")
 
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
         if not is_skipped:
@@ -235,19 +251,24 @@ class Trainer:
         self._zero_gradients()
         self.inner_step += 1
         self._count_broken(is_broken, loss_sum, routing.broken_layers if routing is not None else ())
-        is_measured = small is not None and not is_broken and 0 < small[0] < tokens
+        loss_scale = None if self.loss_scale is None else self.loss_scale.value
+        if has_loss:
+            self._move_loss_scale(overflows=overflows)
+        is_measured = small is not None and has_gradient and 0 < small[0] < tokens and math.isfinite(small[1])
         return StepResult(
             step=self.inner_step,
             tokens=int(tokens),
             loss=None if is_broken else loss_sum / tokens,
             lr=lr,
-            grad_norm=None if is_broken else math.sqrt(norm_2),
+            grad_norm=math.sqrt(norm_2) if has_gradient else None,
             seconds=time.perf_counter() - started_at,
             is_skipped=is_skipped,
             spike=spike,
             noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
             routing=routing,
             depth_losses=() if is_broken else mean_losses(of_depths),
+            loss_scale=loss_scale,
+            overflows=overflows,
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -272,9 +293,27 @@ class Trainer:
         """Compute the gradient of the mean loss over all targets. Return this rank's summed
         loss.
         """
-        my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
+        my_loss = self._runner.backward(batches, (self._loss_factor / num_tokens.clamp(min=1.0)).float())
         self._sum_gradients()
+        if self.loss_scale is not None:
+            multiply_gradients(self.model_parts, 1.0 / self._loss_factor)
         return my_loss
+
+    @property
+    def _loss_factor(self) -> float:
+        """The factor of all losses in a backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _move_loss_scale(self, *, overflows: bool) -> None:
+        """Count a step with a finite loss. Raises TrainingStopped if the lowest scale is too large."""
+        if self.loss_scale is None:
+            return
+        try:
+            self.loss_scale.observe(overflows=overflows)
+        except TrainingStopped as stopped:
+            # The same weights overflow since then: a state of these steps is none to go back to.
+            self.broken_since = self.inner_step - self.loss_scale.num_overflows
+            raise TrainingStopped(f"inner step {self.inner_step}: {stopped}") from None
 
     def _record_routing(self, micro_batches: Sequence[Tensor]) -> AbstractContextManager[RoutedStep | None]:
         """Return a context in which the routers record a step. It is collective for a model with
@@ -282,7 +321,23 @@ class Trainer:
         """
         if self._balance is None:
             return nullcontext()
-        return self._balance.recording(self._config.balance, self._counted(micro_batches, num_inputs_in))
+        num_tokens = self._counted(micro_batches, num_inputs_in)
+        return self._balance.recording(self._config.balance, num_tokens, self._loss_factor)
+
+    def _cut(self, micro_batches: Sequence[Tensor]) -> list[MicroBatch]:
+        """Cut the micro-batches of the next training step, with their masks of dropout."""
+        batches = list(map(self._cutter, micro_batches))
+        if self._dropout is None:
+            return batches
+        numbers = self._number_sequences(len(batches))
+        masks = [self._dropout.of_micro_batch(self.inner_step, each) for each in numbers]
+        return [batch._replace(dropout=each) for batch, each in zip(batches, masks, strict=True)]
+
+    def _number_sequences(self, num_micro_batches: int) -> list[range]:
+        """Return the numbers of each micro-batch's sequences in the step over all ranks."""
+        count = self.settings.micro_batch
+        first = self.data_rank * num_micro_batches
+        return [range(count * number, count * (number + 1)) for number in range(first, first + num_micro_batches)]
 
     def _measures_noise(self) -> bool:
         every = self._config.noise_scale_every
@@ -294,12 +349,11 @@ class Trainer:
         It runs over all sequences, with targets in the small batch only, which is the same on every
         mesh. It leaves no gradient and does not change a later backward. Every rank must call it.
         """
-        count = self.settings.micro_batch
-        first = self.data_rank * len(micro_batches) * count
-        keeps = [is_in_small_batch(first + index * count, count) for index in range(len(micro_batches))]
+        numbers = self._number_sequences(len(micro_batches))
+        keeps = [is_in_small_batch(each[0], len(each)) for each in numbers]
         kept = [window[chosen] for window, chosen in zip(micro_batches, keeps, strict=True)]
         num_tokens = self._sum(self._counted_tokens(kept))
-        batches = map(self._cutter, micro_batches)
+        batches = self._cut(micro_batches)
         self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
         square = self._sum(squared_norm(self.model_parts))
         self._zero_gradients()
@@ -347,6 +401,11 @@ class Trainer:
         set_lr(self.optimizers, lr)
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def lower_loss_scale(self, exponent: int | None) -> None:
+        """Continue with this loss scale, a logarithm to base 2, if it is smaller. Every rank must call it."""
+        if self.loss_scale is not None:
+            self.loss_scale.lower(exponent)
 
     def go_on_after_broken_steps(self, inner_step: int) -> None:
         """Continue at this inner step with an earlier state, because losses were not finite."""

@@ -56,6 +56,9 @@ class LoopSettings:
     """The run's seed; it decides the partners of each gossip round."""
     link_kbit: int = 0
     """Rate of the island's link in kbit/s; 0 if it is not known."""
+    loss_scale: Callable[[], int | None] = lambda: None
+    """Function that returns the island's present loss scale, as a logarithm to base 2; None if it has
+    none. It is called only on the leader, on any thread."""
     cache_dir: Path | None = None
     """Folder that keeps parts during a download. Without it a restarted island downloads all parts again."""
     hooks: Hooks = NO_HOOKS
@@ -123,6 +126,8 @@ class RoundReport:
     """Number of islands whose signatures are in this island's certificate of the committed
     state; 0 on ranks other than the leader, or without a certificate."""
 
+    loss_scale: int | None = None
+    """Smallest loss scale of the participants, as a logarithm to base 2; None if none has one."""
     earlier: int | None = None
     """The round whose state the islands go back to; None if they average."""
 

@@ -11,8 +11,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from diloco.runtime.progress import ResumePoint
 from inner.checkpoint.folder import SavedCheckpoint
 from inner.errors import InputError
+from inner.optim.loss_scale import MAX_EXPONENT
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Exponent = Annotated[int, Field(ge=0, le=MAX_EXPONENT)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -32,6 +34,8 @@ class IslandFacts:
     """Version of the reading order to which the data ledger in `outer` refers."""
     losses: list[Loss] = field(default_factory=list)
     """The losses of the last inner steps, by which a spike is detected."""
+    loss_scale: tuple[Exponent, Count, Count] | None = None
+    """The fields of the trainer's LossScale; None unless the model computes in float16."""
 
 
 MOST_ITEMS = {"params": 1 << 17, "losses": 1 << 14}

@@ -9,7 +9,7 @@ from torch's random generators, so their state is not saved.
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from inner.checkpoint.tensor_reader import CheckpointFailed
 from inner.data.mixture import READING_ORDER
 from inner.errors import InputError
 from inner.files import home_path
+from inner.optim.loss_scale import LossScale
 from inner.threads import Worker
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
@@ -97,7 +98,9 @@ class IslandCheckpoints:
         run = self._run.model_dump(mode="json")
         specs = [*self._trainer.params.specs, *self._trainer.buffer_specs]
         params = [(spec.name, list(spec.shape)) for spec in specs]
-        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER, self._trainer.spikes.losses)
+        trainer = self._trainer
+        scale = None if trainer.loss_scale is None else astuple(trainer.loss_scale)
+        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER, trainer.spikes.losses, scale)
         try:
             self._files.save(self._trainer, asdict(saved), tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
@@ -135,7 +138,7 @@ class IslandCheckpoints:
         """
         assert self._offered is not None, "find_earlier must return a state before it is reloaded"
         self._files.load(self._trainer, self._offered)
-        self._trainer.spikes.losses = parse_island_facts(self._offered).losses
+        self._set_watches(parse_island_facts(self._offered))
 
     def resume_at(self, inner_step: int) -> None:
         """Make `resume` load the checkpoint of this inner step instead of the newest one."""
@@ -158,7 +161,7 @@ class IslandCheckpoints:
 
         self._files.load(self._trainer, found, allocate)
         self._outer.restore(tensors, facts.outer)
-        self._trainer.spikes.losses = facts.losses
+        self._set_watches(facts)
         return ResumedState(
             inner_step=found.inner_step,
             round=self._outer.position.round,
@@ -167,6 +170,12 @@ class IslandCheckpoints:
             tokens=facts.tokens,
             changed=find_changes(self._run, facts),
         )
+
+    def _set_watches(self, facts: IslandFacts) -> None:
+        """Continue what the trainer remembers of earlier steps beside its tensors."""
+        self._trainer.spikes.losses = facts.losses
+        if self._trainer.loss_scale is not None and facts.loss_scale is not None:
+            self._trainer.loss_scale = LossScale(*facts.loss_scale)
 
     def _copy(self) -> None:
         """Start to mirror the checkpoint just written.

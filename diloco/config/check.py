@@ -205,6 +205,11 @@ def check_stability(run: RunConfig, *, is_own: bool) -> None:
     outer = run.outer
     if optimizer.z_loss and is_own:
         raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
+    if optimizer.dropout and is_own:
+        raise InputError(
+            f"optimizer.dropout: got {optimizer.dropout:g}, and only the built-in decoder has dropout; set it to 0, "
+            "and use a dropout in the own model"
+        )
     if optimizer.noise_scale_every and optimizer.tokens_per_step < 2 * run.data.seq_len:
         raise InputError(
             f"optimizer.noise_scale_every needs two sequences in a step, and optimizer.tokens_per_step is "

@@ -62,7 +62,8 @@ FROM_SWARM = {
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
     "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "
-    "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss noise_scale_every",
+    "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss dropout state_dtype "
+    "noise_scale_every",
     "optimizer.spikes": "deviations steps action",
     "optimizer.balance": "bias_speed sequence_loss router_z_loss",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",

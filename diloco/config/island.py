@@ -86,9 +86,11 @@ class IslandConfig(Section):
     """Kind of device on which the ranks compute. auto is CUDA if this machine has a GPU for each of
     the island's ranks on it, else the CPU. Islands of one rank that are started together share GPUs
     if there are too few."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which the model computes. auto is bfloat16 on GPUs that support it, else float32.
-    Weights, gradients and their sums are always fp32."""
+    float16 is for GPUs without bfloat16: losses are scaled, and steps whose gradients are too large for
+    it are skipped. Weights, gradients and their sums are always fp32. Islands of a run may differ in
+    it."""
     matmul_precision: Literal["highest", "high"] = "high"
     """CUDA only. `high`: multiply fp32 matrices with TF32's mantissas of 10 bits, which is several
     times as fast. `highest`: multiply with all 23 bits."""
@@ -210,7 +212,7 @@ class IslandConfig(Section):
         """The folder `cache_dir`. Raises InputError as `runs` does."""
         return home_path(self.cache_dir, "island.cache_dir")
 
-    def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
+    def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16", "float16"]:
         """Return the dtype in which the model computes on `device`, for example `cpu`, `cuda` or
         `cuda:3`.
         """

@@ -83,6 +83,11 @@ class RunConfig(Section):
                 f"outer.moments needs plain AdamW, and the inner optimizer is {optimizer.name}{averaging}; set "
                 "optimizer.name to adamw and optimizer.averaging to null, or outer.moments to null"
             )
+        if self.outer.moments is not None and optimizer.state_dtype != "float32":
+            raise ValueError(
+                f"outer.moments averages moments in float32, and optimizer.state_dtype is {optimizer.state_dtype}; "
+                "set it to float32, or outer.moments to null"
+            )
         return self
 
     @model_validator(mode="after")

@@ -59,6 +59,7 @@ class IslandDuties:
             self.going_back.go_back(landing.reports[-1].earlier)
         else:
             runtime.participation.count_moments(number)
+        runtime.trainer.lower_loss_scale(landing.reports[-1].loss_scale)
         self.going_back.is_well()
         record_round(runtime, progress, landing, outer.position.ledger)
         cycle, rest = divmod(outer.position.round, runtime.config.outer.fragments)

@@ -68,6 +68,7 @@ class QuorumDuties:
         runtime.participation.rounds.contribution = NO_PROGRESS
         if committed.earlier is not None:
             self.going_back.go_back(committed.earlier)
+        runtime.trainer.lower_loss_scale(committed.landing.reports[-1].loss_scale)
         given = made if committed.is_given else NO_PROGRESS
         record_round(runtime, given, standing(committed.landing), committed.position.ledger)
         if committed.is_dropped:

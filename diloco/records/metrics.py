@@ -68,6 +68,10 @@ class StepRecord:
     depth_losses: dict[str, float] = field(default_factory=dict)
     """With multi-token prediction: the loss of each extra depth, by its number from 1 on. `loss` is
     that of the next token."""
+    loss_scale: float | None = None
+    """In float16: the factor of the step's losses."""
+    overflow: bool = False
+    """In float16: whether the step was skipped because its gradient was too large with this factor."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 

@@ -12,11 +12,12 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
     """
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(
-        **{name: getattr(result, name) for name in ("step", "loss", "lr", "grad_norm", "seconds")},
+        **{name: getattr(result, name) for name in ("step", "loss", "lr", "grad_norm", "seconds", "loss_scale")},
         tokens=tokens,
         tokens_per_second=tokens_per_second,
         mfu=speed.mfu(tokens_per_second),
         skipped=result.is_skipped,
+        overflow=result.overflows,
         data_seconds=batch.seconds,
         source_tokens={} if result.is_skipped else batch.source_tokens,
         spike=None if result.spike is None else result.spike.deviations,

@@ -4,7 +4,7 @@ belong to.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +92,8 @@ class MicroBatch(NamedTuple):
     packing: Packing | None
     ahead: Ahead | None = None
     """What extra depths predict; None: the model has none, or they are not computed."""
+    dropout: Any = None
+    """The masks of dropout, an `inner.model.dropout.Dropout`; None: no dropout."""
 
 
 @dataclass(frozen=True)

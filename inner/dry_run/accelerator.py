@@ -100,7 +100,7 @@ class _Backend:
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
+        return [torch.bfloat16, torch.float16]
 
 
 def register() -> None:

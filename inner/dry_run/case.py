@@ -38,7 +38,7 @@ class Rehearsal:
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
             num_micro_batches=accumulation_steps(tokens, self.seq_len, self.micro_batch, data_ranks),
-            compute_itemsize=2 if self.compute_dtype == "bfloat16" else 4,
+            compute_itemsize=4 if self.compute_dtype == "float32" else 2,
             deals_matrices=self.optimizer.name == "muon",
             balance=self.optimizer.balance,
             all_rows_arrive=self.all_rows_arrive,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PEAK_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 """Sizes of the square matrices whose products are timed to measure a device's peak."""
+SLOW = ("cpu", "float16")
+"""Most CPUs have no such products: the larger sizes would take seconds."""
 PEAK_SECONDS = 0.1
 """Measuring time for each size, in seconds."""
 PRODUCTS_PER_TIMING = 4
@@ -31,8 +33,11 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
     where = torch.device(device)
     kind = getattr(torch, dtype)
+    sizes = PEAK_SIZES.get(where.type, PEAK_SIZES["cuda"])
+    if (where.type, dtype) == SLOW:
+        sizes = sizes[:1]
     try:
-        return max(_product_flops(size, where, kind) for size in PEAK_SIZES.get(where.type, PEAK_SIZES["cuda"]))
+        return max(_product_flops(size, where, kind) for size in sizes)
     except RuntimeError:
         return None
 

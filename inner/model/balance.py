@@ -54,7 +54,7 @@ class RoutedStep:
 
     config: BalanceConfig
     scale: Tensor
-    """1 / number of the step's tokens over all ranks, 0-dim fp32."""
+    """Loss scale / number of the step's tokens over all ranks, 0-dim fp32."""
     sum_over_sequence: SumOverRanks = _unchanged
     """Sums over the ranks that share the positions of a sequence. All of them must call it."""
     layers: dict[int, LayerRecord] = field(default_factory=dict)

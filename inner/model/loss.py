@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 LOSS_CHUNK = 4096
+FLOAT16_HEADROOM = 2.0**-4
+"""Factor of the rows of a chunk whose products with the logits' gradients are summed in float16, so that
+the sum over the tokens of a chunk stays in its range. No loss scale could keep it there."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,29 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, probs_CV, x_CD)
             del probs_CV  # Otherwise it stays allocated beside the next chunk's logits.
-        ctx.save_for_backward(grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype))
+        kept_VD = None if grad_weight_VD is None else grad_weight_VD.to(_kept_dtype(weight_VD.dtype))
+        ctx.save_for_backward(grad_x_TD, kept_VD)
+        ctx.weight_dtype = weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x_TD, grad_weight_VD = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(ctx.weight_dtype)
         return grad_x_TD, grad_weight_VD, None, None
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """Return cap tanh(logits / cap), or the logits themselves without a cap."""
     return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def _kept_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the gradient of the weight waits for the backward. Before the backward
+    multiplies it, it is a sum over all tokens of the micro-batch, which may exceed the range of float16.
+    """
+    return torch.bfloat16 if compute_dtype == torch.float16 else compute_dtype
 
 
 def _chunk_loss(
@@ -153,5 +167,7 @@ def _add_product(total_VD: Tensor, probs_CV: Tensor, x_CD: Tensor) -> None:
     """Add probs_CV^T x_CD to total_VD, which accumulates over the chunks in fp32."""
     if x_CD.dtype == torch.float32:
         total_VD.addmm_(probs_CV.t(), x_CD)
+    elif x_CD.dtype == torch.float16:
+        total_VD.add_(probs_CV.t() @ (x_CD * FLOAT16_HEADROOM), alpha=1 / FLOAT16_HEADROOM)
     else:
         total_VD += probs_CV.t() @ x_CD

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inner.data.micro_batch import Ahead, Packing
 from inner.model.attention import Attend, causal_attention
+from inner.model.dropout import ATTENTION, EMBEDDING, FEED_FORWARD, Dropout, Masks, drop
 from inner.model.experts import Mixture, mixtures
 from inner.model.feed_forward import FeedForward
 from inner.model.latent_attention import LatentAttention
@@ -99,27 +100,37 @@ class Block(nn.Module):
         packing: Packing | None = None,
         is_input_BS: Tensor | None = None,
         embedded_BSD: Tensor | None = None,
+        masks: Masks | None = None,
     ) -> Tensor:
         """Return the stream after this layer. Only a mixture of experts uses `is_input_BS`: see
-        Mixture.
+        Mixture. `masks`: dropout after attention and feed-forward; None: no dropout.
 
         The block of an extra depth gets what the head read one depth before, and the embedded tokens
         of the depth. It returns what the head reads.
         """
         if self.joint is None:
-            return self._layer(x_BSD, rope_2SE, packing, is_input_BS)
+            return self._layer(x_BSD, rope_2SE, packing, is_input_BS, masks)
         assert embedded_BSD is not None, "an extra depth reads further tokens"
-        return self.joint.norm(self._layer(self.joint(embedded_BSD, x_BSD), rope_2SE, packing, is_input_BS))
+        joined_BSD = self.joint(drop(embedded_BSD, masks, EMBEDDING), x_BSD)
+        return self.joint.norm(self._layer(joined_BSD, rope_2SE, packing, is_input_BS, masks))
 
-    def _layer(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None, is_input_BS: Tensor | None) -> Tensor:
+    def _layer(
+        self,
+        x_BSD: Tensor,
+        rope_2SE: Tensor,
+        packing: Packing | None,
+        is_input_BS: Tensor | None,
+        masks: Masks | None,
+    ) -> Tensor:
         read_BSD = _norm(self.attention_norm, x_BSD)
-        branch_BSD = _norm(self.attention_out_norm, self.attention(read_BSD, rope_2SE, packing))
+        attended_BSD = _norm(self.attention_out_norm, self.attention(read_BSD, rope_2SE, packing))
+        branch_BSD = drop(attended_BSD, masks, ATTENTION)
         if not self.is_parallel:
             x_BSD = x_BSD + branch_BSD
         if self.ffn_norm is not None or not self.is_parallel:
             read_BSD = _norm(self.ffn_norm, x_BSD)
         inputs = (read_BSD, is_input_BS) if isinstance(self.ffn, Mixture) else (read_BSD,)
-        second_BSD = _norm(self.ffn_out_norm, self.ffn(*inputs))
+        second_BSD = drop(_norm(self.ffn_out_norm, self.ffn(*inputs)), masks, FEED_FORWARD)
         return x_BSD + (branch_BSD + second_BSD if self.is_parallel else second_BSD)
 
 
@@ -239,6 +250,7 @@ class Transformer(nn.Module):
         packing: Packing | None = None,
         tokens_BS: Tensor | None = None,
         ahead: Ahead | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
 
@@ -246,13 +258,14 @@ class Transformer(nn.Module):
         was built for. A stage with experts also needs the tokens if they are not its input. The loss is
         that of the next tokens; with `ahead` its backward is also that of the extra depths.
         """
-        padding: list[Tensor] = []
+        is_input_BS: Tensor | None = None
         if self.sizes.experts is not None:
-            padding = [(x if self.stage.is_first else _given(tokens_BS)) >= 0]
+            is_input_BS = (x if self.stage.is_first else _given(tokens_BS)) >= 0
         embedded = self._embed_all(x, ahead)
-        x_BSD = embedded.pop(0) if self.stage.is_first else x
+        x_BSD = drop(embedded.pop(0), _at(dropout, 0), EMBEDDING) if self.stage.is_first else x
         for number in self.stage.layers:
-            x_BSD = self.layers[str(number)](x_BSD, self.rope_of(number), packing, *padding)
+            layer = self.layers[str(number)]
+            x_BSD = layer(x_BSD, self.rope_of(number), packing, is_input_BS, None, _at(dropout, number))
         if self.norm is None or self.head is None:
             return x_BSD
         table_VD = None if self.embed is None or self.head.weight is not None else self.embed.weight
@@ -261,7 +274,7 @@ class Transformer(nn.Module):
         assert targets_BS is not None, "extra depths have only losses"
         (x_BSD, *embedded) = join((x_BSD, *embedded, *([] if table_VD is None else [table_VD])))
         table_VD = None if table_VD is None else embedded.pop()
-        read = list(self._read_all(x_BSD, embedded, packing, ahead))
+        read = list(self._read_all(x_BSD, embedded, packing, ahead, dropout))
         targets = torch.cat((targets_BS, ahead.targets_PBS.flatten(0, 1)))
         return self._add_depths(self.head(torch.cat(read), table_VD, targets, len(read)), ahead)
 
@@ -290,7 +303,7 @@ class Transformer(nn.Module):
         return embedded_BSD + self.position(self.positions_S[begin : begin + tokens_BS.shape[1]])
 
     def _read_all(
-        self, x_BSD: Tensor, embedded: list[Tensor], packing: Packing | None, ahead: Ahead
+        self, x_BSD: Tensor, embedded: list[Tensor], packing: Packing | None, ahead: Ahead, dropout: Dropout | None
     ) -> Iterator[Tensor]:
         """Yield what the head reads for the next token, and at each extra depth."""
         assert self.norm is not None, "the last stage has the last norm"
@@ -299,7 +312,8 @@ class Transformer(nn.Module):
         is_input_PBS = ahead.tokens_PBS >= 0
         for depth, number in enumerate(self.sizes.predicting_layers):
             layer = self.layers[str(number)]
-            read_BSD = layer(read_BSD, self.rope_2SE, packing, is_input_PBS[depth], embedded[depth])
+            masks = _at(dropout, number)
+            read_BSD = layer(read_BSD, self.rope_2SE, packing, is_input_PBS[depth], embedded[depth], masks)
             yield read_BSD
 
     def _add_depths(self, losses: Tensor, ahead: Ahead) -> Tensor:
@@ -315,6 +329,10 @@ class Transformer(nn.Module):
 def _norm(norm: nn.Module | None, x_BSD: Tensor) -> Tensor:
     """Return x normed, or x itself if there is no norm at this place."""
     return x_BSD if norm is None else norm(x_BSD)
+
+
+def _at(dropout: Dropout | None, layer: int) -> Masks | None:
+    return None if dropout is None else dropout.at(layer)
 
 
 def _given(tokens_BS: Tensor | None) -> Tensor:

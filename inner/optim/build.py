@@ -1,6 +1,7 @@
 """Builds the inner optimizers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -17,6 +18,16 @@ from inner.optim.muon.muon import Muon
 from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
 from inner.optim.quasi_hyperbolic import QuasiHyperbolicAdamW
+from inner.optim.rounded_adamw import RoundedAdamW
+from inner.params import LocalParams
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the random bits follow from that round states in bf16."""
+
+    params: LocalParams
+    seed: int
 
 LOOKED_UP = ("embed.weight", "position.weight")
 """Parameters of two dimensions whose rows are looked up."""
@@ -27,14 +38,15 @@ def build_optimizers(
     all_names: list[str],
     config: OptimizerConfig,
     muon_dtype: torch.dtype = torch.float32,
+    rounding: Rounding | None = None,
 ) -> list[Optimizer]:
     """Build optimizers that together step every parameter once: a built-in or an own optimizer, and
     AdamW for other parameters.
 
     Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its
     y. The groups contain `lr_scale`, see learning_rate.set_lr. `all_names` are the parameters of the whole model,
-    of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix products. Raises
-    InputError if a group's pattern selects none of the parameters.
+    of which `stages` hold some. `muon_dtype` is the dtype of Muon's matrix products. `rounding` is needed
+    for states in bf16. Raises InputError if a group's pattern selects none of the parameters.
     """
     group_of = _assign_groups(all_names, config.groups)
     # Parameters with equal settings form one optimizer group.
@@ -47,6 +59,9 @@ def build_optimizers(
         groups.setdefault(name, []).append({"params": members, "lr_scale": lr_scale, "weight_decay": decay})
     names = [name for name in dict.fromkeys((config.name, "adamw")) if name in groups]
     builders = BUILDERS | {"muon": partial(_build_muon, muon_dtype)}
+    if config.state_dtype == "bfloat16":
+        assert rounding is not None, "states in bf16 need the rectangles that this rank holds, and a seed"
+        builders |= {"adamw": partial(_build_rounded_adamw, rounding)}
     optimizers = [builders.get(name, build_own_optimizer)(groups[name], config) for name in names]
     if config.averaging is None:
         return optimizers
@@ -64,6 +79,10 @@ BUILDERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]
     # DTensor does not support fused SGD.
     "sgd": lambda groups, config: SGD(groups, config.lr, foreach=True),
 }
+
+
+def _build_rounded_adamw(rounding: Rounding, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    return RoundedAdamW(groups, config.lr, config.betas, config.eps, rounding.params, rounding.seed)
 
 
 def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:

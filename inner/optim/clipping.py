@@ -29,12 +29,16 @@ def clip_gradients(model_parts: Sequence[Transformer], norm: float, longest: flo
 
     `norm`: the norm of the model's gradient over the whole mesh. `longest` None: clip nothing.
     """
-    if longest is None or norm <= longest:
-        return
+    if longest is not None and norm > longest:
+        multiply_gradients(model_parts, longest / norm)
+
+
+def multiply_gradients(model_parts: Sequence[Transformer], factor: float) -> None:
+    """Multiply every gradient on this rank, fp32, by `factor` in place."""
     grads = [
         local_tensor(param.grad) for model in model_parts for param in model.parameters() if param.grad is not None
     ]
-    torch._foreach_mul_(grads, longest / norm)
+    torch._foreach_mul_(grads, factor)
 
 
 def _counted_gradients(model_parts: Sequence[Transformer]) -> Iterator[Tensor]:

@@ -113,13 +113,16 @@ class ExpertBalance:
         self._watch = CollapseWatch()
 
     @contextmanager
-    def recording(self, config: BalanceConfig, num_tokens_here: Tensor) -> Iterator[RoutedStep]:
+    def recording(
+        self, config: BalanceConfig, num_tokens_here: Tensor, loss_scale: float = 1.0
+    ) -> Iterator[RoutedStep]:
         """Let the routers record the forwards inside the block, which are those of one step.
 
-        `num_tokens_here`: number of the step's tokens that this rank counts, 0-dim.
+        `num_tokens_here`: number of the step's tokens that this rank counts, 0-dim. `loss_scale`: the
+        factor of the gradients of all losses.
         """
         num_tokens = self._sum_over_ranks(num_tokens_here)
-        scale = (1.0 / num_tokens.clamp(min=1.0)).float()
+        scale = (loss_scale / num_tokens.clamp(min=1.0)).float()
         step = RoutedStep(config, scale, self._sum_over_sequence)
         with recording(self._mixtures, step):
             yield step

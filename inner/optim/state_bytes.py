@@ -22,6 +22,8 @@ def find_state_bytes(config: OptimizerConfig) -> StateBytes:
     """Return the bytes that a config's optimizer keeps. An own optimizer is tried on small tensors.
     Raises InputError if that fails.
     """
+    if config.state_dtype == "bfloat16":
+        return StateBytes(4, 4)
     if config.name in STATE_BYTES:
         return STATE_BYTES[config.name]
     from inner.optim.own_optimizer import measure_state_bytes

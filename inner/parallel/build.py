@@ -15,6 +15,7 @@ from inner.config import ParallelConfig
 from inner.data.micro_batch import Cutter
 from inner.flops import layer_costs
 from inner.mesh import IslandMesh
+from inner.model.dropout import DropoutSource
 from inner.model.loss import ChunkedCrossEntropy
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.stage import Stage
@@ -176,6 +177,17 @@ def build_cutter(layout: Layout, seq_len: int, eos_id: int | None) -> Cutter:
     everywhere = layout.parallel.context == "ulysses"
     num_depths = layout.model.num_depths if isinstance(layout.model, ModelSizes) else 0
     return Cutter(layout.positions_at(seq_len), seq_len, eos_id, layout.device, everywhere, num_depths)
+
+
+def build_dropout(layout: Layout, rate: float, seed: int, seq_len: int) -> DropoutSource | None:
+    """Build the source of this rank's masks for sequences of this length; None without dropout."""
+    if rate == 0:
+        return None
+    positions_S = layout.positions_at(seq_len)
+    tp = layout.mesh.degrees.tp
+    if layout.parallel.splits_stream(tp):
+        positions_S = positions_S.chunk(tp)[layout.mesh.at["tp"]]
+    return DropoutSource(rate, seed, positions_S.to(layout.device))
 
 
 def build_copies(layout: Layout, stages: Sequence[Transformer]) -> ComputeCopies:

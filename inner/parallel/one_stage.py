@@ -19,7 +19,9 @@ Loss = Callable[[Transformer, MicroBatch], Tensor]
 
 def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
     """Return the loss of a Transformer, which computes it in its head."""
-    return model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing, ahead=batch.ahead)
+    return model(
+        batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing, ahead=batch.ahead, dropout=batch.dropout
+    )
 
 
 class OneStage:

@@ -57,6 +57,8 @@ Outcome = Literal["commit", "abort", "open"]
 ExpertCount = Annotated[int, Field(ge=0, lt=1 << 62)]
 MAX_ATTEMPT = 1 << 31
 """Upper bound of attempt numbers, so that a hostile peer's number cannot be long."""
+MAX_LOSS_SCALE = 64
+"""Upper bound of the logarithm of a loss scale, for the same reason."""
 
 
 class Status(Message):
@@ -142,6 +144,9 @@ class Ready(Message):
     earlier: Digest | None = None
     """Digest of the parts of an earlier committed state to which the island would go back,
     because its losses do not become finite again. None if it would not go back."""
+    loss_scale: int | None = Field(default=None, ge=0, le=MAX_LOSS_SCALE)
+    """Logarithm to base 2 of the factor by which the island multiplies its losses; None if it does not
+    train in float16."""
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
     """Transport group in which the island's ranks are still connected; empty if there is no such group."""
     transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
@@ -200,6 +205,13 @@ class Plan(Message):
         named = Counter(p.earlier for p in self.participants if p.earlier is not None)
         digest, number = named.most_common(1)[0] if named else (None, 0)
         return digest if 2 * number > len(self.participants) else None
+
+    @property
+    def loss_scale(self) -> int | None:
+        """The smallest loss scale of the participants, with which all of them continue after a commit, as
+        a logarithm to base 2; None if none has one.
+        """
+        return min((p.loss_scale for p in self.participants if p.loss_scale is not None), default=None)
 
     @cached_property
     def id(self) -> str:

@@ -28,7 +28,7 @@ from outer.network.rejections import BODY_SECONDS, RefusedError, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
 MAGIC = b"DLCO"
-VERSION = 11
+VERSION = 12
 _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
 COPIED_BYTES = 1 << 16  # a frame of up to this size is sent in one piece, by one system call

@@ -253,6 +253,7 @@ def build_agreed_averager(
         peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, *own)
         driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
         leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor, settings.link_kbit)
+        leader.loss_scale = settings.loss_scale
     else:
         network.messenger.serve("vote", attempts.on_vote)
     runner = RoundRunner(

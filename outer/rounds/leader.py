@@ -44,6 +44,8 @@ class Leader:
     donor: Donor
     link_kbit: int = 0
     """Rate of the island's link in kbit/s; 0 if it is not known."""
+    loss_scale: Callable[[], int | None] = lambda: None
+    """See LoopSettings."""
     _last_proof: Proof | None = field(default=None, init=False)
     """The proof when this island left. Its state may be saved later, when the event loop is closed."""
 
@@ -125,6 +127,7 @@ class Leader:
             link_kbit=self.link_kbit,
             carriers=pack_carriers(self.replica.redistribution.carriers),
             earlier=earlier,
+            loss_scale=self.loss_scale(),
             epoch=epoch,
             transport_addresses=[transport for transport, _ in self.addresses],
             control_addresses=[control for _, control in self.addresses],

@@ -215,6 +215,7 @@ class RoundRunner:
             listeners=[p.island for p in plan.participants if p.listens],
             gated={},
             cause=cause,
+            loss_scale=plan.loss_scale,
         )
 
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, resolve_sizes
 from inner.optim.state_bytes import StateBytes, find_state_bytes
 from inner.parallel.pipeline.schedule import Simulation, simulate
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,13 @@ def fit_compute_dtype(island: IslandConfig, card: Card) -> IslandConfig:
     """Return the island with a dtype that its GPU supports. Raises ConfigError if it asks for bf16
     and the GPU has none.
     """
-    if card.has_bfloat16 or island.compute_dtype == "float32":
+    if card.has_bfloat16 or island.compute_dtype in ("float16", "float32"):
         return island
     if island.compute_dtype == "bfloat16":
         raise ConfigError(
             f"island.compute_dtype of {island.label!r} is 'bfloat16', and its GPU ({card.name}, compute capability "
-            f"{card.capability[0]}.{card.capability[1]}) has no bf16, which needs 8.0; set it to float32 or auto"
+            f"{card.capability[0]}.{card.capability[1]}) has no bf16, which needs 8.0; set it to float16, "
+            "float32 or auto"
         )
     return island.model_copy(update={"compute_dtype": "float32"})
 

@@ -19,10 +19,11 @@ EPS = 1e-8
 
 
 def product_dtype(device_type: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the compute dtype on an accelerator, where bf16 is several times as fast; on a CPU
-    always fp32.
+    """Return bf16 on an accelerator that computes in it, where it is several times as fast; on a CPU
+    always fp32. The iterations are not made for the range of float16.
     """
-    return torch.float32 if device_type == "cpu" else compute_dtype
+    is_fast = device_type != "cpu" and compute_dtype == torch.bfloat16
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def _as_it_is(index: int, update: Tensor) -> Tensor:

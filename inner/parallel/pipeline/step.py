@@ -96,15 +96,15 @@ class Pipeline:
 
 class _ReducingStage(PipelineStage):
     """torch's stage, except that it reduces gradients in the backward, as OneStage does, and passes
-    documents and what extra depths predict to the model.
+    documents, masks of dropout, and what extra depths predict to the model.
 
     torch would keep whole gradients until all micro-batches are done, and add up the gradients of
     split backwards in the compute dtype.
     """
 
     micro_batches: Sequence[MicroBatch]
-    """Those of the step. Documents, and what extra depths predict, are no arguments, because the
-    schedule could not split them."""
+    """Those of the step. Documents, masks of dropout, and what extra depths predict are no arguments,
+    because the schedule could not split them."""
 
     def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
         # Give the shapes to torch: it would otherwise infer them from a run that leaves gradients
@@ -131,7 +131,7 @@ class _ReducingStage(PipelineStage):
     ) -> Any:
         """Run the forward of a micro-batch. torch calls it."""
         batch = self.micro_batches[fwd_chunk_id]
-        complete = {**(kwargs or {}), "packing": batch.packing}
+        complete = {**(kwargs or {}), "packing": batch.packing, "dropout": batch.dropout}
         if self.is_last:
             complete["ahead"] = batch.ahead
         return super().forward_one_chunk(fwd_chunk_id, args, complete, *options, **more)

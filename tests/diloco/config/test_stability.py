@@ -34,7 +34,19 @@ def test_the_noise_scale_needs_two_sequences_in_a_step():
         check(*one, "optimizer.noise_scale_every=10")
 
 
+OWN = "model={name: tests.own.models:GatedConv, options: {num_layers: 4}}"
+
+
 def test_an_own_model_has_no_z_loss():
-    own = ["model={name: tests.own.models:GatedConv, options: {num_layers: 4}}", "optimizer.z_loss=0.1"]
     with pytest.raises(ConfigError, match=r"optimizer\.z_loss: the loss of an own model"):
-        check(*own)
+        check(OWN, "optimizer.z_loss=0.1")
+
+
+def test_an_own_model_has_no_dropout_of_ours():
+    with pytest.raises(ConfigError, match=r"optimizer\.dropout: got 0\.1, .*; set it to 0, and use a dropout in"):
+        check(OWN, "optimizer.dropout=0.1")
+
+
+def test_dropout_of_everything_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.dropout.*1\.0|optimizer\.dropout.*0\.99"):
+        check("optimizer.dropout=1.0")

@@ -50,7 +50,7 @@ class Case:
             seq_len=SEQ_LEN,
             micro_batch=MICRO_BATCH,
             num_micro_batches=self.num_micro_batches,
-            compute_itemsize=2 if self.dtype == "bfloat16" else 4,
+            compute_itemsize=4 if self.dtype == "float32" else 2,
             balance=self.balance,
         )
 

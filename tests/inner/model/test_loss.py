@@ -68,6 +68,19 @@ def test_bfloat16_gradients_add_up_in_fp32() -> None:
     assert got[1].dtype == got[2].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("num_tokens", [16, 4096])
+def test_sums_over_tokens_beyond_the_range_of_float16_do_not_overflow(num_tokens: int) -> None:
+    """The backward multiplies them by a small number: the loss scale divided by the step's tokens."""
+    x = torch.full((num_tokens, 4), 50.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
+    loss = ChunkedCrossEntropy(4096)(x, weight, torch.zeros(num_tokens, dtype=torch.int64))
+    (loss * (8 / num_tokens)).backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float16
+    expected = torch.full((8, 4), 50.0)
+    expected[0] = -350.0
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-2, atol=0)
+
+
 def test_logits_of_one_chunk_are_the_most_that_is_held() -> None:
     with Largest() as chunked:
         found(ChunkedCrossEntropy(5))

@@ -1,9 +1,13 @@
-"""In bfloat16 a mesh and one process round differently, and stay within a band of their own; masters are fp32."""
+"""In bfloat16 and float16 a mesh and one process round differently, and stay within a band; masters are fp32."""
+
+from typing import get_args
 
 import pytest
 
-from tests.parity.meshes import PREDICT, TIED, Case, case, of
+from inner.config.parallel import Schedule
+from tests.parity.meshes import MIXTURE, PREDICT, PREDICT_MIXTURE, TIED, Case, case, of
 
+SCHEDULES = get_args(Schedule)
 CASES = [
     case("dp_shard2", compute_dtype="bfloat16"),
     case("tp2", micro_batch=6, compute_dtype="bfloat16"),
@@ -15,6 +19,12 @@ CASES = [
             case("pp2", TIED, schedule="zbv", compute_dtype="bfloat16"),
             case("pp2 dp_shard2 cp2 tp2", TIED, compute_dtype="bfloat16"),
             case("pp2 dp_shard2", PREDICT, schedule="zbv", micro_batch=1, compute_dtype="bfloat16"),
+            case("dp_shard2", compute_dtype="float16"),
+            case("dp_replicate2 cp2", compute_dtype="float16"),
+            case("pp2 dp_shard2 cp2 tp2", TIED, compute_dtype="float16"),
+            case("tp2", MIXTURE, micro_batch=6, compute_dtype="float16"),
+            case("dp_shard2 ep2", PREDICT_MIXTURE, compute_dtype="float16"),
+            *(case("pp2", micro_batch=2, schedule=schedule, compute_dtype="float16") for schedule in SCHEDULES),
         )
     ),
 ]
