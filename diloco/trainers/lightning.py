@@ -149,4 +149,3 @@ class IslandsCallback(Callback):
             advance(trainer, num_made, self.islands.steps)
         self._counted_step = trainer.global_step
         trainer.should_stop |= self.islands.is_over
-

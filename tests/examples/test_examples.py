@@ -24,8 +24,10 @@ RUNS = {
     "lora_sft": "lora",
     "lightning_fabric_loop": "fabric",
     "lightning_trainer": "lightning",
+    "olmo_core_trainer": "olmo-core",
+    "script_like_nanochat": "like-nanochat",
 }
-NEEDS = {"lightning_trainer": "lightning"}
+NEEDS = {"lightning_trainer": "lightning", "olmo_core_trainer": "olmo_core"}
 """Packages that the development install may lack."""
 EACH = [*RUNS]
 FAULT = "kill:1@round=2,phase=send"
@@ -86,6 +88,8 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
         pytest.param("lora_sft", "tls", marks=pytest.mark.slow),
         pytest.param("lightning_fabric_loop", "tls", marks=pytest.mark.slow),
         pytest.param("lightning_trainer", "tls", marks=pytest.mark.slow),
+        pytest.param("olmo_core_trainer", "tls", marks=pytest.mark.slow),
+        pytest.param("script_like_nanochat", "tls", marks=pytest.mark.slow),
         *(pytest.param(name, "hivemind", marks=pytest.mark.slow) for name in EACH),
     ],
 )

@@ -1,4 +1,4 @@
-"""A small model under Lightning's Trainer. Its batches follow from the trainer's step, so that resuming repeats them."""
+"""A small model under Lightning's Trainer. Its batches follow from the trainer's step, so resuming repeats them."""
 
 from pathlib import Path
 from typing import Any

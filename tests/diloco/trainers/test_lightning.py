@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from diloco.errors import ConfigError
 from diloco.trainers.lightning import IslandsCallback
 from tests.diloco.trainers.small_lightning import Small, StopAt, alone, fit
+
+pytestmark = pytest.mark.slow
 
 
 def test_islands_whose_first_round_has_not_ended_change_no_bit_of_training(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_trainer_that_resumes_from_its_checkpoint_goes_on_where_it_was(tmp_pat
 
     broken = IslandsCallback(alone(tmp_path / "broken", delay=delay))
     fit(tmp_path / "broken", broken, ModelCheckpoint(tmp_path / "broken", **save), StopAt(4), **settings)
-    assert not broken.islands.digest == whole.islands.digest
+    assert broken.islands.digest != whole.islands.digest
     resumed = IslandsCallback(alone(tmp_path / "broken", delay=delay))
     saved = tmp_path / "broken" / "step=3.ckpt"
     fit(tmp_path / "broken", resumed, ModelCheckpoint(tmp_path / "again", **save), ckpt_path=saved, **settings)

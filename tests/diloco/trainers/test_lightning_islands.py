@@ -1,9 +1,9 @@
 """Several islands under Lightning's Trainer, and an island of several processes."""
 
 from pathlib import Path
+
 import pytest
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +15,8 @@ from tests.diloco.own_loop.test_coming_back import RUN, begin, rounds
 from tests.diloco.trainers.small_lightning import Small, StopAt, fit, share
 from tests.faults.waits import until
 from tests.swarm import read_records, swarm
+
+pytestmark = pytest.mark.slow
 
 
 def come(config: Config, index: int) -> list[tuple[int, float]]:
@@ -30,9 +32,10 @@ def test_an_island_that_comes_late_goes_on_at_the_step_and_the_learning_rate_of_
         for island in made.started:
             island.finish()
         seen = second.result()
-    assert seen[0][0] >= 2 * STEPS
-    assert [lr for _, lr in seen] == pytest.approx([share(step) for step, _ in seen])
-    assert [step for step, _ in seen] == list(range(seen[0][0], 5 * STEPS))
+    steps = [step for step, _ in seen]
+    assert steps == sorted(set(steps)), "it may have missed rounds"
+    assert 2 * STEPS <= steps[0] < steps[-1] == 5 * STEPS - 1
+    assert [lr for _, lr in seen] == pytest.approx([share(step) for step in steps])
 
 
 def train_on_ranks(config: Config, index: int) -> tuple[str, str, list[float]]:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("olmo_core.train", reason="needs the package ai2-olmo-core")
 
 from olmo_core.train import Duration, Trainer
@@ -17,6 +16,8 @@ from diloco.own_loop.islands import Islands
 from diloco.trainers.olmo_core import IslandsCallback
 from tests.diloco.trainers.small_olmo_core import BATCH_TOKENS, Look, build, fit
 from tests.swarm import read_records
+
+pytestmark = pytest.mark.slow
 
 
 def alone(folder: Path, **outer: Any) -> IslandsCallback:
