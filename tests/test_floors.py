@@ -64,6 +64,7 @@ FLOORS = {
         island_duties
         island
         own_loop
+        trainers
         simulate titan virtual
         experiments.definition launch_files rehearsal train watch
         experiments.results

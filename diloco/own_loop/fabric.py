@@ -2,9 +2,10 @@
 
 islands = IslandsCallback("run.yaml")
 fabric = Fabric(callbacks=[islands]); fabric.launch()
-model, optimizer = fabric.setup(model, optimizer)         # enters the run
-scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # continues at the run's step
-for batch in islands.until_over(loader):
+model, optimizer = fabric.setup(model, optimizer)
+fabric.load(path, {"model": model, ...})                  # if there is something to load
+scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # enters the run, and continues at its step
+for batch in islands.until_over(loader):                  # enters the run
     ...; optimizer.step()                                 # counts; launches and lands rounds
 """
 
@@ -15,18 +16,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
 from diloco.own_loop.schedules import Scheduler, skip_steps
+from inner.params import local_tensor
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Scheduler)
 
 
 class IslandsCallback:
-    """Makes the processes of a `Fabric` one island of a run, with one model and one optimizer."""
+    """Makes the processes of a `Fabric` one island of a run, with one model and one optimizer.
 
-    islands: Islands
-    """The islands, created in `fabric.setup`."""
+    The run is entered after `fabric.setup` and `fabric.load`: by `follow`, by `until_over`, when
+    `islands` is read, or in the model's first forward pass.
+    """
 
     def __init__(
         self,
@@ -50,12 +54,44 @@ class IslandsCallback:
         self._tokens = tokens_per_step
         self._optimizer = optimizer
         self._schedulers: list[Scheduler] = []
+        self._module: nn.Module | None = None
+        self._islands: Islands | None = None
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
-        """Enter the run, after Fabric has set up the model."""
-        self.islands = Islands(
-            self._config, module, self._optimizer, self._overrides, state=self._state, buffers=self._buffers
-        )
+        """Keep the model that Fabric has set up. The run is entered later, because `fabric.load` may follow."""
+        if self._module is not None and self._islands is None:
+            raise ConfigError("IslandsCallback: fabric.setup was called with two models; a run has one model")
+        self._module = module
+        self._islands = None
+        self._first_forward = module.register_forward_pre_hook(lambda *_: self._begin_forward())
+
+    @property
+    def islands(self) -> Islands:
+        """The islands. Enters the run if that has not been done."""
+        if self._islands is None:
+            if self._module is None:
+                raise ConfigError("IslandsCallback: call fabric.setup(model, optimizer) before the run is entered")
+            self._islands = Islands(
+                self._config, self._module, self._optimizer, self._overrides, state=self._state, buffers=self._buffers
+            )
+            self._num_changes = self._count_changes()
+        return self._islands
+
+    def _begin_forward(self) -> None:
+        """Enter the run. Raises ConfigError if the model has been changed since it was entered."""
+        self._first_forward.remove()
+        if self._islands is not None and self._count_changes() != self._num_changes:
+            self._islands.close("the model was changed after the run was entered")
+            raise ConfigError(
+                "the model's parameters were changed after the run was entered, and the values of the run are lost: "
+                "call fabric.load after fabric.setup, and before follow, until_over and .islands of IslandsCallback"
+            )
+        _ = self.islands
+
+    def _count_changes(self) -> int:
+        """Return the number of changes that the model's parameters have had in place."""
+        assert self._module is not None, "the run is entered after setup"
+        return sum(local_tensor(param)._version for param in self._module.parameters())
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: torch.optim.Optimizer) -> None:
         """Count a step, after the optimizer has made it."""
@@ -67,7 +103,7 @@ class IslandsCallback:
 
     def follow(self, scheduler: S, steps: int = 0) -> S:
         """Make a schedule continue at the run's step, now and after this island has missed rounds.
-        Call it after `setup`.
+        Call it after `setup` and `fabric.load`.
 
         `steps`: number of steps that a schedule with loaded state has made already. Your loop calls
         `scheduler.step` as usual.

@@ -23,7 +23,12 @@ RUNS = {
     "huggingface_trainer": "example",
     "lora_sft": "lora",
     "lightning_fabric_loop": "fabric",
+    "lightning_trainer": "lightning",
+    "olmo_core_trainer": "olmo-core",
+    "script_like_nanochat": "like-nanochat",
 }
+NEEDS = {"lightning_trainer": "lightning", "olmo_core_trainer": "olmo_core"}
+"""Packages that the development install may lack."""
 EACH = [*RUNS]
 FAULT = "kill:1@round=2,phase=send"
 
@@ -82,10 +87,15 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
         pytest.param("huggingface_trainer", "tls"),
         pytest.param("lora_sft", "tls", marks=pytest.mark.slow),
         pytest.param("lightning_fabric_loop", "tls", marks=pytest.mark.slow),
+        pytest.param("lightning_trainer", "tls", marks=pytest.mark.slow),
+        pytest.param("olmo_core_trainer", "tls", marks=pytest.mark.slow),
+        pytest.param("script_like_nanochat", "tls", marks=pytest.mark.slow),
         *(pytest.param(name, "hivemind", marks=pytest.mark.slow) for name in EACH),
     ],
 )
 def test_both_islands_end_with_one_digest_though_one_was_killed(tmp_path: Path, name: str, transport: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"needs the package {NEEDS[name]}")
     with example(tmp_path, name, transport) as made:
         first, second = made.start(0), made.start(1)
         assert second.wait(GUARD_SECONDS) == -signal.SIGKILL, made.log(1).read_text()[-3000:]

@@ -134,6 +134,38 @@ def test_fabrics_accumulated_gradients_are_one_step(tmp_path: Path) -> None:
     assert (batches, callback.islands.round) == (12, 3)
 
 
+def fabric_with_islands(folder: Path) -> tuple[Any, Any, nn.Module, torch.optim.Optimizer]:
+    """Fabric with a callback, and a model and an optimizer of it; the checkpoint has a model of ones."""
+    fabric_package = pytest.importorskip("lightning_fabric")
+    from diloco.own_loop.fabric import IslandsCallback as FabricCallback
+
+    callback = FabricCallback({"name": "run", "outer": OUTER, "island": {"run_dir": str(folder / "runs")}})
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
+    fabric.launch()
+    model = nn.Linear(2, 1, bias=False)
+    fabric.save(folder / "ones.ckpt", {"model": {"weight": torch.ones(1, 2)}})
+    return fabric, callback, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_what_fabric_loads_after_its_setup_is_what_the_run_begins_with(tmp_path: Path) -> None:
+    fabric, callback, model, _ = fabric_with_islands(tmp_path)
+    fabric.load(tmp_path / "ones.ckpt", {"model": model})
+    model(torch.ones(1, 2))
+    with torch.no_grad():
+        model.weight.zero_()
+    with callback.islands.global_params():
+        assert torch.equal(model.weight, torch.ones(1, 2))
+
+
+def test_what_fabric_loads_into_a_run_that_was_entered_is_refused(tmp_path: Path) -> None:
+    fabric, callback, model, _ = fabric_with_islands(tmp_path)
+    assert callback.islands.round == 0
+    fabric.load(tmp_path / "ones.ckpt", {"model": model})
+    with pytest.raises(ConfigError, match=r"after the run was entered.* call fabric\.load after fabric\.setup"):
+        model(torch.ones(1, 2))
+    assert callback.islands.is_over
+
+
 def test_an_exception_in_a_with_block_says_goodbye_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), alone(tmp_path, "run") as islands:
         islands.step(tokens=1 // 0)
