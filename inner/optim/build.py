@@ -29,6 +29,7 @@ class Rounding:
     params: LocalParams
     seed: int
 
+
 LOOKED_UP = ("embed.weight", "position.weight")
 """Parameters of two dimensions whose rows are looked up."""
 

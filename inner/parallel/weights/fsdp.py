@@ -53,8 +53,11 @@ def apply_fsdp(
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
     if model.embed is not None and not model.sizes.tie_embeddings:
-        ends = model.embed if model.position is None else [model.embed, model.position]
-        fully_shard(ends, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
+        options = {"mp_policy": inside, "reshard_after_forward": reshard}
+        if model.position is None:
+            fully_shard(model.embed, mesh=mesh, **options)
+        else:
+            fully_shard([model.embed, model.position], mesh=mesh, **options)
         # The backward of an embedding needs no weights.
         cast(FSDPModule, model.embed).set_unshard_in_backward(False)
     # The backward begins with these weights, so freeing them after the forward would only cost
