@@ -27,7 +27,6 @@ from diloco.config.overrides import apply_override, merge
 from diloco.config.yaml_file import read_yaml_text
 from diloco.errors import ConfigError
 from inner.config import (
-    BalanceConfig,
     DataConfig,
     EvaluateConfig,
     ModelConfig,
@@ -118,7 +117,7 @@ class RunConfig(Section):
         not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256", "param_names"} | unset, True)
         not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
         not_agreed["model"] = self.model.later_defaults
-        not_agreed["optimizer"] = {"balance"} if self.optimizer.balance == BalanceConfig() else set()
+        not_agreed["optimizer"] = self.optimizer.later_defaults
         not_agreed["outer"] = self.outer.later_defaults
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

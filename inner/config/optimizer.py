@@ -9,6 +9,9 @@ from inner.config.section import Section
 from inner.foreign.name_pattern import NamePattern
 from inner.import_path import Options, is_import_path, one_of
 
+LATER = ("balance", "dropout", "state_dtype")
+"""Fields of the optimizer's section that were added later."""
+
 
 class ParamGroup(Section):
     """Optimizer settings for the parameters whose names match a pattern."""
@@ -140,6 +143,12 @@ class OptimizerConfig(Section):
     noise_scale_every: int = Field(default=0, ge=0)
     """Number of inner steps between two measurements of the gradient noise scale (1812.06162). Each
     measurement costs one more backward pass. 0: never."""
+
+    @property
+    def later_defaults(self) -> set[str]:
+        """Keys at their defaults that were added later. Hashes leave them out, so that they stay as before."""
+        fields = type(self).model_fields
+        return {name for name in LATER if getattr(self, name) == fields[name].default}
 
     @model_validator(mode="after")
     def _settings_fit_the_name(self) -> "OptimizerConfig":
