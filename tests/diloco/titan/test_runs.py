@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: docs/libr
 from torchtitan.trainer import Trainer
 
 from tests.diloco.titan import small
-from tests.diloco.titan.islands_of_titan import ROUNDS, STEPS, trains
+from tests.diloco.titan.islands_of_titan import ROUNDS, STEPS, draw_by_name, trains
 from tests.swarm import swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,12 +39,10 @@ def test_20_steps_are_the_same_bits_without_islands_and_with_a_round_that_never_
 
 def test_islands_of_different_layouts_end_with_one_model(tmp_path: Path) -> None:
     pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
-    outer = {"start_islands": 1, "quorum": 3}
     with swarm(tmp_path, islands=[{"ranks": 2}, {"ranks": 2}, {}]) as made:
-        made.start(0, trains(small.llama3, outer=outer))
-        joins = {"joins": True}
-        made.start(1, trains(small.llama3_recomputed, island=joins, outer=outer, **pipeline))
-        made.start(2, trains(small.llama3, island=joins, outer=outer))
+        made.start(0, trains(small.llama3, begin=draw_by_name))
+        made.start(1, trains(small.llama3_recomputed, begin=draw_by_name, **pipeline))
+        made.start(2, trains(small.llama3, begin=draw_by_name))
         for island in made.started:
             island.finish(WAIT_SECONDS)
         first, *others = (island.result() for island in made.started)
