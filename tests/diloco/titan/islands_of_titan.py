@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
@@ -39,12 +40,13 @@ def trains(
     *,
     island: Mapping[str, Any] | None = None,
     change: Callable[[Trainer.Config], None] = lambda config: None,
+    begin: Callable[[Any], None] = lambda trainer: None,
     outer: Mapping[str, Any] | None = None,
     **degrees: Any,
 ) -> Work:
     """The work of an island with torchtitan's trainer, whose ranks have these degrees of parallelism.
 
-    `change` is made to the trainer's config.
+    `change` is made to the trainer's config, and `begin` to the trainer before it trains.
     """
 
     def work(config: Config, index: int) -> dict[str, Any]:
@@ -61,15 +63,16 @@ def trains(
             titan.island_parts = len(config.islands)
             titan.islands = own_config(config, index, dict(island or {}), **rules | dict(outer or {}))
         change(titan)
-        return run(titan)
+        return run(titan, begin)
 
     return work
 
 
-def run(config: Trainer.Config) -> dict[str, Any]:
+def run(config: Trainer.Config, begin: Callable[[Any], None]) -> dict[str, Any]:
     """Train as `torchtitan.train` does, and return what the trainer has logged and what it holds at the end."""
     trainer = config.build()
     trainer.metrics_processor.logger = kept = Kept()
+    begin(trainer)
     try:
         trainer.train()
         found = {"steps": kept.steps, "tensors": full_tensors(trainer), "step": trainer.step}
@@ -79,6 +82,18 @@ def run(config: Trainer.Config) -> dict[str, Any]:
         trainer.close()
     dist.destroy_process_group()
     return found
+
+
+def draw_by_name(trainer: Any) -> None:
+    """Give parameters values that follow from their names. torchtitan's own differ between meshes."""
+    for part in trainer.model_parts:
+        for name, param in part.named_parameters():
+            seed = zlib.crc32(clean_name(name).encode())
+            values = 0.02 * torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+            if isinstance(param, DTensor):
+                values = distribute_tensor(values, param.device_mesh, param.placements)
+            with torch.no_grad():
+                param.copy_(values)
 
 
 def full_tensors(trainer: Any) -> dict[str, str]:

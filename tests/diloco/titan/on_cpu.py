@@ -40,9 +40,23 @@ def use_cpu() -> None:
     barrier = dist.barrier
     dist.barrier = lambda *given, device_ids=None, **more: barrier(*given, **more)
 
+    dist.all_to_all = exchange
+
     from torchtitan.distributed import fsdp
 
     fsdp.disable_fsdp_gradient_division = sum_gradients
+
+
+def exchange(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any = None, async_op: bool = False
+) -> None:
+    """As all_to_all, for tensors of different sizes too, which gloo's takes only as one tensor."""
+    sizes_in, sizes_out = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+    packed = torch.cat([tensor.reshape(-1) for tensor in inputs])
+    received = packed.new_empty(sum(sizes_in))
+    dist.all_to_all_single(received, packed, sizes_in, sizes_out, group=group)
+    for output, values in zip(outputs, received.split(sizes_in), strict=True):
+        output.copy_(values.view_as(output))
 
 
 def sum_gradients(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: docs/libr
 from torchtitan.trainer import Trainer
 
 from tests.diloco.titan import small
-from tests.diloco.titan.islands_of_titan import ROUNDS, STEPS, trains
+from tests.diloco.titan.islands_of_titan import STEPS, draw_by_name, trains
 from tests.swarm import swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,12 +39,10 @@ def test_20_steps_are_the_same_bits_without_islands_and_with_a_round_that_never_
 
 def test_islands_of_different_layouts_end_with_one_model(tmp_path: Path) -> None:
     pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
-    outer = {"start_islands": 1, "quorum": 3}
     with swarm(tmp_path, islands=[{"ranks": 2}, {"ranks": 2}, {}]) as made:
-        made.start(0, trains(small.llama3, outer=outer))
-        joins = {"joins": True}
-        made.start(1, trains(small.llama3_recomputed, island=joins, outer=outer, **pipeline))
-        made.start(2, trains(small.llama3, island=joins, outer=outer))
+        made.start(0, trains(small.llama3, begin=draw_by_name))
+        made.start(1, trains(small.llama3_recomputed, begin=draw_by_name, **pipeline))
+        made.start(2, trains(small.llama3, begin=draw_by_name))
         for island in made.started:
             island.finish(WAIT_SECONDS)
         first, *others = (island.result() for island in made.started)
@@ -62,10 +60,13 @@ def save_and_die_at_six(config: Trainer.Config) -> None:
     config.dataloader.killed_at = 5
 
 
-def end_of(folder: Path, *, is_killed: bool) -> list[dict[str, Any]]:
-    """What two islands have at the end, which all may be killed before their sixth step and started again."""
-    outer = {"delay": 2}
-    with swarm(folder, islands=[{"ranks": 2}, {}]) as made:
+def end_of(folder: Path, ranks: list[int], *, is_killed: bool) -> list[dict[str, Any]]:
+    """What islands of so many ranks have after two rounds. All may be killed before their sixth step and start again.
+
+    They have saved after the fourth one, with a round in flight.
+    """
+    outer = {"delay": 2, "rounds": 2}
+    with swarm(folder, islands=[{"ranks": number} for number in ranks]) as made:
         if is_killed:
             for island in made.start_all(trains(change=save_and_die_at_six, outer=outer)):
                 codes = island.wait(WAIT_SECONDS)
@@ -76,10 +77,12 @@ def end_of(folder: Path, *, is_killed: bool) -> list[dict[str, Any]]:
         return [island.result() for island in again]
 
 
-def test_a_run_whose_processes_are_all_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = end_of(tmp_path / "whole", is_killed=False)
-    resumed = end_of(tmp_path / "resumed", is_killed=True)
-    assert list(resumed[0]["steps"]) == list(range(5, ROUNDS * STEPS + 1))
+@pytest.mark.parametrize("ranks", [[1], [2, 1]], ids=str)
+def test_a_run_whose_processes_are_all_killed_goes_on_bit_for_bit(tmp_path: Path, ranks: list[int]) -> None:
+    whole = end_of(tmp_path / "whole", ranks, is_killed=False)
+    resumed = end_of(tmp_path / "resumed", ranks, is_killed=True)
+    assert [end["step"] for end in resumed] == [2 * STEPS] * len(ranks)
+    assert list(resumed[0]["steps"]) == [5, 6]
     assert [end["digest"] for end in resumed] == [end["digest"] for end in whole]
     assert [end["tensors"] for end in resumed] == [end["tensors"] for end in whole]
 
