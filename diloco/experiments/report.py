@@ -10,7 +10,7 @@ from diloco.experiments.folder import ExperimentFolder, order
 from diloco.experiments.forecast import Cost, kind_of
 from diloco.experiments.results.plots import write_plots
 from diloco.experiments.results.summary import SUMMARY, write_summary
-from diloco.experiments.results.table import HEADINGS, TableLine, build_table, format_line
+from diloco.experiments.results.table import TableLine, build_table, format_table
 from diloco.experiments.results.wall_clock import Machines, seconds_per_step
 from diloco.formatting import align, parse_bits_per_second, parse_seconds
 from diloco.planning.predict import LinkSpeed
@@ -42,7 +42,7 @@ def print_report(folder: ExperimentFolder, lines: Sequence[TableLine], console: 
     if not lines:
         console.print("no run is finished yet")
         return
-    for text in align([HEADINGS, *map(format_line, lines)]):
+    for text in align(format_table(lines)):
         console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {folder.path / SUMMARY}", soft_wrap=True)
 

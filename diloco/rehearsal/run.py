@@ -18,8 +18,11 @@ from diloco.records.run_folder import read_run
 from diloco.rehearsal.one_by_one import OneByOne
 from diloco.rehearsal.table import print_rehearsal
 from diloco.simulate.launch import INTERRUPTED, resize, simulate_config
+from outer.space.experts import have_own_groups
 
 MOST_RANKS = 2
+SMALL_EXPERTS = {"number": 4, "per_token": 2, "dim": 16}
+"""A small mixture, for a run that treats experts otherwise than the rest of the model."""
 ROUNDS = 1_000_000
 """More rounds than a rehearsal has: it ends by a request to stop."""
 
@@ -56,13 +59,21 @@ def in_the_small(config: Config) -> Config:
         raise ConfigError("a rehearsal needs two islands: add entries to `islands`, or set outer.start_islands=2")
     outer = config.outer
     layers = max(2, outer.fragments)
+    experts = SMALL_EXPERTS if have_own_groups(outer) else None
     ranks = [min(MOST_RANKS, config.for_island(index).ranks) for index in range(len(config.islands))]
     values = {
         "name": f"{config.name}-rehearsal",
-        "model": {"dim": 32, "num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64},
+        "model": {
+            "dim": 32,
+            "num_layers": layers,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_dim": 64,
+            "experts": experts,
+        },
         "data": {"source": "python-stdlib", "seq_len": 32},
         "optimizer": {"tokens_per_step": 32 * 4 * MOST_RANKS, "warmup_steps": 0, "schedule": "constant"},
-        "outer": outer.model_dump(mode="json") | {"rounds": ROUNDS},
+        "outer": outer.model_dump(mode="json") | {"rounds": ROUNDS * outer.experts.every},
         "evaluate": {"every_rounds": ROUNDS, "tokens": 32},
         "island": {
             "micro_batch": 4,

@@ -221,6 +221,11 @@ class OuterConfig(Section):
                 f"experts.every is {every}, which does not divide rounds ({self.rounds}): the experts' last steps "
                 f"would never be averaged; set rounds to a multiple of it, such as {-(-self.rounds // every) * every}"
             )
+        if self.experts.group > 1 and self.merge.experts != "routed":
+            raise ValueError(
+                f"experts.group is {self.experts.group}, which is for weights by routed tokens; set merge.experts to "
+                "routed, or leave experts.group out"
+            )
         if every > 1 and self.wait_for == "quorum":
             raise ValueError(
                 f"experts.every is {every}, but with wait_for 'quorum' the number of rounds is not known beforehand, "

@@ -78,7 +78,8 @@ def test_an_expert_becomes_the_mean_weighted_by_the_tokens_sent_to_it(changes: d
     found = run_islands(dict.fromkeys("abc", partial(rounds, 2)), made, model=model, experts_per_token=PER_TOKEN)
     start = model()
     for number in range(2):
-        before, after = ({name: found[name][number][which] for name in "abc"} for which in (0, 1))
+        before = {name: found[name][number][0] for name in "abc"}
+        after = {name: found[name][number][1] for name in "abc"}
         for layer in LAYERS:
             for chosen in range(EXPERTS):
                 name = expert(layer, chosen)
@@ -177,29 +178,29 @@ def test_an_observer_keeps_its_counts_until_it_contributes() -> None:
     made = config(2, **ROUTED, wait_for="quorum", inner_steps=2, rounds=50)
     heard, over = threading.Barrier(2), threading.Event()
 
-    def contributor(island: Island) -> tuple[str, dict[str, torch.Tensor]]:
+    def contributor(island: Island) -> tuple[str, dict[str, torch.Tensor], int]:
         trainee = CountingTrainee(island)
         trainee.begin()
         trainee.run(lambda: len(trainee.heard) >= 3)
-        found = island.outer.digest, named(island)
+        found = island.outer.digest, named(island), island.outer.pending.counted[ExpertGroup(0, 0, 1)]
         heard.wait(GUARD_SECONDS)
         assert over.wait(GUARD_SECONDS)
         return found
 
-    def observer(island: Island) -> tuple[str, int]:
+    def observer(island: Island) -> tuple[str, dict[str, torch.Tensor], int]:
         trainee = CountingTrainee(island, step_seconds=1000.0)
         trainee.begin()
         trainee.step()
         while len(trainee.heard) < 3:
             trainee.land()
-        found = island.outer.digest, island.outer.pending.counted[ExpertGroup(0, 0, 1)]
+        found = island.outer.digest, named(island), island.outer.pending.counted[ExpertGroup(0, 0, 1)]
         heard.wait(GUARD_SECONDS)
         over.set()
         return found
 
     found = run_islands({"a": contributor, "b": observer}, made, model=model, experts_per_token=PER_TOKEN)
-    digest, local = found["a"]
-    assert found["b"] == (digest, COUNTS["b"][0])
+    digest, local, _ = found["a"]
+    assert found["b"][0] == digest and found["b"][2] == COUNTS["b"][0]
     # Nobody who contributed has chosen the last expert.
     assert torch.equal(local[expert(0, 3)], model()[expert(0, 3)])
     assert not torch.equal(local[expert(0, 0)], model()[expert(0, 0)])

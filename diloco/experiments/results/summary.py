@@ -10,7 +10,7 @@ from typing import Any
 from diloco.experiments.definition.rows import Rows, describe_point
 from diloco.experiments.definition.schema import Experiment
 from diloco.experiments.results.comparison import CONFIDENCE
-from diloco.experiments.results.table import HEADINGS, TableLine, format_line
+from diloco.experiments.results.table import TableLine, format_table
 from diloco.formatting import human_count
 from inner.files import write_atomically
 
@@ -42,8 +42,9 @@ def write_summary(
 
 def markdown_table(lines: Sequence[TableLine]) -> list[str]:
     """Return the table as lines of text."""
-    marks = ["---", *["---:"] * (len(HEADINGS) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in [HEADINGS, marks, *map(format_line, lines)]]
+    headings, *rows = format_table(lines)
+    marks = ["---", *["---:"] * (len(headings) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in [headings, marks, *rows]]
 
 
 def explain_table(experiment: Experiment, rows: Rows) -> str:

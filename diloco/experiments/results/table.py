@@ -1,6 +1,6 @@
 """The table of an experiment: one line per row, with the results of its runs so far."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -8,6 +8,7 @@ from diloco.experiments.definition.rows import Row, Rows
 from diloco.experiments.results.comparison import Estimate, compare, spread
 from diloco.experiments.results.run_result import RunResult, data_parallel_bytes
 from diloco.formatting import UNKNOWN, human_bytes, human_loss, human_seconds
+from diloco.report.summary import mean_of_known
 
 Results = Mapping[str, Mapping[int, RunResult]]
 """Results of finished runs, by the row's id and the seed."""
@@ -29,6 +30,8 @@ class TableLine:
     sent_bytes: float
     seconds: float
     """Duration of the whole run on the simulated wall clock."""
+    expert_load: float | None = None
+    """`RunResult.expert_load`, the mean over the seeds; None for a model without experts."""
 
     @property
     def loss(self) -> float:
@@ -66,6 +69,7 @@ def build_line(row: Row, baseline: Row | None, results: Results, step_seconds: f
         difference=difference,
         sent_bytes=data_parallel_bytes(row, num_machines) if row.is_data_parallel else sent,
         seconds=step_seconds * row.config.total_steps,
+        expert_load=mean_of_known([result.expert_load for result in found.values()]),
     )
 
 
@@ -74,6 +78,19 @@ def mean_curve(results: Mapping[int, RunResult]) -> list[tuple[int, float]]:
     curves = [dict(result.curve) for result in results.values()]
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     return [(tokens, fmean(curve[tokens] for curve in curves)) for tokens in common]
+
+
+def format_table(lines: Sequence[TableLine]) -> list[tuple[str, ...]]:
+    """Return the cells of the table: HEADINGS, then each line. With a mixture of experts there is a column with
+    the load of a layer's fullest expert.
+    """
+    if all(line.expert_load is None for line in lines):
+        return [HEADINGS, *map(format_line, lines)]
+    loads = [UNKNOWN if line.expert_load is None else f"{line.expert_load:.2f}" for line in lines]
+    return [
+        (*HEADINGS, "fullest expert"),
+        *((*format_line(line), load) for line, load in zip(lines, loads, strict=True)),
+    ]
 
 
 def format_line(line: TableLine) -> tuple[str, ...]:

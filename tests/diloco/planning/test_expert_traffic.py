@@ -33,7 +33,8 @@ def test_bytes_by_content_add_up_to_those_of_the_rounds(changes: dict[str, objec
 
 def test_experts_in_every_fourth_round_are_a_quarter_of_the_bytes() -> None:
     always, seldom = (
-        list_sent(OuterConfig(rounds=4, codec="bf16", experts={"every": every}), SPECS, 4) for every in (1, 4)
+        list_sent(OuterConfig.model_validate({"rounds": 4, "codec": "bf16", "experts": {"every": every}}), SPECS, 4)
+        for every in (1, 4)
     )
     assert seldom[-2].num_bytes == pytest.approx(always[-2].num_bytes / 4, rel=1e-3)
     assert seldom[-1].num_bytes == pytest.approx(always[-1].num_bytes, rel=1e-3)

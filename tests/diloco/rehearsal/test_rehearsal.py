@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from diloco.config.check import check_fragments
 from diloco.config.schema import load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.faults.spec import check_processes, check_targets, parse_fault
@@ -62,6 +63,14 @@ def test_each_shipped_config_can_be_rehearsed(path: Path) -> None:
 def test_a_run_of_one_island_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs two islands"):
         in_the_small(parse_config("outer: {start_islands: 1}"))
+
+
+def test_a_run_that_treats_experts_otherwise_is_rehearsed_with_a_small_mixture() -> None:
+    text = "{model: {preset: 1m-experts}, outer: {start_islands: 2, rounds: 9, experts: {every: 3}, transport: gloo}}"
+    small = in_the_small(parse_config(text))
+    check_fragments(small.run)
+    assert small.outer.experts.every == 3 and small.model.experts is not None
+    assert in_the_small(parse_config(TWO)).model.experts is None
 
 
 def test_a_cut_is_left_out_where_links_cannot_be_cut() -> None:

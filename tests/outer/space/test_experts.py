@@ -110,6 +110,7 @@ def is_possible(check: object, tokens: int, count: int) -> bool:
 
 REFUSED = {
     "rounds would leave experts out": ({"experts": {"every": 3}}, "does not divide rounds"),
+    "a group without weights": ({"experts": {"group": 2}}, "which is for weights by routed tokens"),
     "moments": ({"moments": (1, 1), "merge": {"experts": "routed"}}, "moments are averaged with the weights"),
     "quorum": ({"experts": {"every": 2}, "wait_for": "quorum"}, "number of rounds is not known"),
     "gossip": ({"gossip": {}, "merge": {"experts": "routed"}}, "gossip has no rounds of all islands"),
