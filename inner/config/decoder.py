@@ -93,6 +93,11 @@ class DecoderConfig(Section):
         return self.norms_inputs and self.parallel != "one_norm"
 
     @property
+    def num_norms(self) -> int:
+        """Number of norms of the stream in a block."""
+        return self.norms_inputs + self.has_ffn_norm + 2 * self.norms_outputs
+
+    @property
     def has_layer_norm(self) -> bool:
         """Whether norms are LayerNorm."""
         return self.norm in ("layer", "layer_unbiased")

@@ -45,7 +45,6 @@ class ActivationMemory:
     def _outside_halves(self) -> int:
         """Return the bytes that a layer keeps for its norms, and the input of attention."""
         decoder = self.work.sizes.decoder
-        num_norms = decoder.norms_inputs + decoder.has_ffn_norm + 2 * decoder.norms_outputs
         inputs = input_bytes(self.work)
         if decoder.parallel == "one_norm":
             # Attention and feed-forward have the same input, which counts with the latter.
@@ -53,7 +52,7 @@ class ActivationMemory:
         # The two norms of a parallel block have the same input, unless each keeps an fp32 copy of it.
         is_copied = self.device_type == "cpu" and self.work.compute_itemsize < FP32 and not decoder.has_layer_norm
         shared = self.stream * (decoder.parallel == "two_norms" and not is_copied)
-        return num_norms * self.stream_norm + inputs - shared
+        return decoder.num_norms * self.stream_norm + inputs - shared
 
     @property
     def stream(self) -> int:

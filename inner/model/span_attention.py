@@ -37,9 +37,10 @@ class ScoreRule:
 
     def at(self, length: int) -> "ScoreRule | None":
         """Return the rule for sequences of this length; None if it changes nothing there."""
-        is_covered = self.window is not None and self.window >= length
-        rule = replace(self, window=None) if is_covered else self
-        return None if rule == NO_RULE else rule
+        window = self.window if self.window is not None and self.window < length else None
+        if window is None and self.cap is None and self.slopes is None:
+            return None
+        return ScoreRule(window, self.cap, self.slopes)
 
     def of_heads(self, heads: slice) -> "ScoreRule":
         """Return the rule for some of the heads."""

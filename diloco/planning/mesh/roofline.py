@@ -147,15 +147,17 @@ def _attention_bytes(work: Workload) -> float:
 
 
 def _elementwise_bytes(work: Workload, has_experts: bool) -> float:
-    """Of a layer: two norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once. With
+    """Of a layer: its norms, each with the sum before it, RoPE, and SwiGLU, each as one kernel that runs once. With
     experts also the copies of a token's row for each of its experts, and the sum of their results.
     """
     stream = work.stream_tokens * work.sizes.dim
     # A norm reads stream and branch and writes the sum and its norm; backward it reads three and writes one.
-    norms = 2 * (4 + 4) * stream
+    norms = work.sizes.decoder.num_norms * (4 + 4) * stream
     # The forward reads the gate and up tensors and writes their product. The backward reads three
     # tensors of this size and writes two.
-    swiglu = (3 + 5) * _hidden_numel(work, has_experts)
+    # Without a gate there is one tensor less to read, and one less to write backward.
+    per_hidden = 3 + 5 if work.sizes.decoder.gated else 2 + 3
+    swiglu = per_hidden * _hidden_numel(work, has_experts)
     rope = (2 + 2) * (work.q_numel + work.kv_numel)
     return float(work.compute_itemsize * (norms + swiglu + rope + _moved_numel(work, has_experts)))
 

@@ -22,7 +22,7 @@ from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
-from tests.parity.meshes import LATENT, MIXTURE
+from tests.parity.meshes import GEMMA, GPT2, LATENT, MIXTURE, NEOX
 
 ROOT = Path(__file__).parents[3]
 
@@ -270,6 +270,18 @@ CASES |= {
     "latent attention, ring and tensor": (Degrees(cp=2, tp=2), ParallelConfig(), LATENT_ALONE, "bfloat16", 2),
     "latent attention, tensor, Muon": (Degrees(dp_shard=2, tp=2), ParallelConfig(), LATENT_ALONE, "float32", 2),
 }
+NO_SPLIT = ParallelConfig(sequence_parallel=False, recompute="full")
+FAMILIES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
+    "normed outputs, tensor parallel": (Degrees(tp=2), ParallelConfig(recompute="full"), GEMMA, "float32", 1),
+    "normed outputs, tensor without sequence parallel": (Degrees(tp=2), NO_SPLIT, GEMMA, "float32", 1),
+    "windows, ring": (Degrees(cp=2), ParallelConfig(), GEMMA, "float32", 2),
+    "learned positions, FSDP": (Degrees(dp_shard=2), ParallelConfig(), GPT2, "bfloat16", 2),
+    "learned positions, replicas": (Degrees(dp_replicate=2), ParallelConfig(), GPT2, "float32", 2),
+    "learned positions, tensor parallel": (Degrees(tp=2), ParallelConfig(), GPT2, "float32", 2),
+    "biases of outputs, tensor without sequence parallel": (Degrees(tp=2), NO_SPLIT, GPT2, "float32", 1),
+    "parallel blocks, tensor parallel": (Degrees(tp=2), ParallelConfig(recompute="full"), NEOX, "float32", 1),
+}
+CASES |= FAMILIES
 DEPTHS = replace(SIZES, predict=PredictConfig(depths=2))
 CASES |= {
     "extra depths": (Degrees(dp_shard=2), ParallelConfig(), DEPTHS, "float32", 2),
@@ -301,6 +313,7 @@ CASES |= {
     "extra depths, zero bubble": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), DEPTHS, "float32", 4),
 }
 SLOW = [
+    *FAMILIES,
     "extra depths, tensor parallel, blocks repeated",
     "extra depths, ring",
     "extra depths, zero bubble",

@@ -5,7 +5,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from inner.config import LatentConfig, OptimizerConfig, ParallelConfig, PredictConfig, Recompute
+from inner.config import (
+    DecoderConfig,
+    LatentConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PredictConfig,
+    Recompute,
+    WindowConfig,
+)
 from inner.flops import flops_per_token, layer_costs
 from inner.measure.peak_flops import peak_flops, utilisation
 from inner.mesh import Degrees
@@ -54,6 +62,16 @@ MODELS = {
     "latent attention without narrow queries": replace(
         LATENT, experts=None, latent=LatentConfig(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=12)
     ),
+}
+MODELS |= {
+    "no gate, LayerNorm, learned positions": replace(
+        MODELS["biases and wide heads"],
+        decoder=DecoderConfig(
+            norm="layer", gated=False, activation="gelu", ffn_bias=True, positions="learned", max_positions=SEQ_LEN
+        ),
+    ),
+    "normed outputs": replace(MODELS["normed queries and keys"], decoder=DecoderConfig(norm_place="both")),
+    "parallel blocks": replace(MODELS["tied, shared keys"], decoder=DecoderConfig(parallel="one_norm")),
 }
 GROUPED_PRODUCTS = {torch.ops.aten._grouped_mm: grouped_mm_flop}
 """torch's counter does not know products with one matrix per group of rows."""
@@ -121,6 +139,18 @@ def test_a_head_costs_what_a_model_without_layers_costs():
     sizes = MODELS["tied, shared keys"]
     with_layer, without = (flops_per_token(replace(sizes, num_layers=n), SEQ_LEN, "full").hardware for n in (1, 0))
     assert layer_costs(sizes, SEQ_LEN, "full").head == pytest.approx(without / (with_layer - without))
+
+
+def test_a_layer_with_a_window_costs_the_pairs_in_it():
+    sizes = replace(PRESETS["8b"], decoder=DecoderConfig(window=WindowConfig(size=1024, full_every=2)))
+    whole = flops_per_token(PRESETS["8b"], 8192)
+    pairs = sum(min(position, 1024) for position in range(1, 8193)) / sum(range(1, 8193))
+    found = flops_per_token(sizes, 8192)
+    assert found.matmul == whole.matmul
+    assert found.attention == pytest.approx(whole.attention * (1 + pairs) / 2, rel=0.001)
+    costs = layer_costs(sizes, 8192).layers
+    assert costs[0] < 1 < costs[1] and costs[:2] * 16 == costs
+    assert sum(costs) == pytest.approx(32)
 
 
 def test_the_cpus_peak_is_measured_once():

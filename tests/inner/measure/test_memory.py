@@ -19,7 +19,7 @@ from inner.parallel.one_stage import OneStage
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner import small
-from tests.parity.meshes import LATENT, MIXTURE
+from tests.parity.meshes import ALIBI, COHERE, GEMMA, GPT2, LATENT, MIXTURE, NEOX
 
 SIZES = ModelSizes(dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
@@ -154,11 +154,32 @@ MIXTURES = {
     "latent, tensor": Case(Degrees(tp=2), sizes=LATENT_ALONE),
     "latent, tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective"), LATENT_ALONE),
 }
-CASES = GRID | MESHES | MIXTURES
+# What distinguishes the families of the parity tests, in wider models.
+WIDE: dict[str, Any] = {"dim": 128, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 320, "vocab_size": 512}
+LEARNED = GPT2.decoder.model_copy(update={"max_positions": SEQ_LEN})
+FAMILIES = {
+    "windows, caps, two more norms": Case(sizes=replace(GEMMA, **WIDE)),
+    "windows, caps, two more norms, selective": Case(
+        sizes=replace(GEMMA, **WIDE), parallel=ParallelConfig(recompute="selective")
+    ),
+    "LayerNorm, biases, learned positions": Case(sizes=replace(GPT2, decoder=LEARNED, **WIDE)),
+    "LayerNorm, biases, learned positions, fsdp 2": Case(
+        Degrees(dp_shard=2), sizes=replace(GPT2, decoder=LEARNED, **WIDE)
+    ),
+    "parallel blocks": Case(sizes=replace(NEOX, **WIDE)),
+    "parallel blocks, full, bfloat16": Case(
+        sizes=replace(NEOX, **WIDE), parallel=ParallelConfig(recompute="full"), dtype="bfloat16"
+    ),
+    "parallel blocks, one norm": Case(sizes=replace(COHERE, **WIDE)),
+    "parallel blocks, one norm, bfloat16": Case(sizes=replace(COHERE, **WIDE), dtype="bfloat16"),
+    "ALiBi, squared ReLU, normed outputs": Case(sizes=replace(ALIBI, **WIDE)),
+}
+CASES = GRID | MESHES | MIXTURES | FAMILIES
 # The default suite runs half of the grid: two cases of each kind on one process and two on two ranks; neighbouring
 # kinds together cover all four pairs of table and dtype.
 FEW = [name for number, name in enumerate(GRID) if number % 16 in (0, 1, 6, 7, 9, 10, 12, 15)]
 SLOW = [
+    *FAMILIES,
     *(name for name in GRID if name not in FEW),
     "four dimensions",
     "whole gradients, bfloat16",
