@@ -101,8 +101,8 @@ class Participation:
         if self.metrics is None:
             return
         for peer, kind, text, count in self.network.rejections.drain():
-            times = f" ({count} times)" if count > 1 else ""
-            self.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text}{times}"))
+            often = f" ({count} times)" if count > 1 else ""
+            self.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text}{often}"))
 
     def record_dropped(self, progress: Progress) -> None:
         """Record that inner steps count for nothing: their text is leased to others, a stage has

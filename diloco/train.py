@@ -183,7 +183,10 @@ async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[st
 
 
 def report_hang(running: list[Runtime], end: RankEnd | None, verdict: str) -> None:
-    """Record the verdict on a hang. One rank does so; the others leave no note, and are not taken for killed."""
+    """Record the verdict on a hang. One rank does so.
+
+    The others leave no note, and are not taken for killed.
+    """
     if end is not None:
         end.end_life()
     say_goodbye(running, "hung", verdict)

@@ -1,4 +1,7 @@
-"""Checks that NCCL and gloo find the fast links between an island's nodes: interfaces, adapters, limits of memory."""
+"""Checks that NCCL and gloo find the fast links between an island's nodes.
+
+They look at interfaces, adapters and limits of memory.
+"""
 
 import os
 import resource
@@ -34,11 +37,12 @@ class Port:
 
 def check_fabric(environment: Mapping[str, str], root: Path = Path("/"), *, has_gpus: bool) -> Iterator[Check]:
     """Check NCCL's and gloo's settings against the interfaces and adapters of this machine."""
-    settings = read_nccl_file(root) | environment
+    settings = {**read_nccl_file(root), **environment}
     checks = [*check_interfaces(settings, root), *check_adapters(settings, find_ports(root))]
     if has_gpus:
         checks += check_shared_memory(root)
-    yield from checks or [Check("ok", WHERE, "no InfiniBand or RoCE adapter: nodes of an island use TCP")]
+    nothing = "no InfiniBand or RoCE adapter: nodes of an island use TCP"
+    yield from checks or [Check("ok", WHERE, nothing)]
 
 
 def read_nccl_file(root: Path) -> dict[str, str]:
@@ -47,12 +51,13 @@ def read_nccl_file(root: Path) -> dict[str, str]:
         lines = (root / NCCL_FILE).read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
-    pairs = [line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#")]
+    lines = [line for line in lines if "=" in line and not line.lstrip().startswith("#")]
+    pairs = [line.partition("=") for line in lines]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def selects(setting: str) -> Callable[[str], bool]:
-    """Return the test for names that NCCL makes of a list such as `eth`, `=eth0,eth1` or `^docker`."""
+    """Return the test for names that NCCL makes of a list: `eth`, `=eth0,eth1` or `^docker`."""
     excludes = setting.startswith("^")
     body = setting.removeprefix("^")
     is_exact = body.startswith("=")
@@ -76,9 +81,11 @@ def check_interfaces(settings: Mapping[str, str], root: Path) -> Iterator[Check]
         chosen = [name for name in known if is_chosen(name)]
         text = f"{variable}={value}"
         if not chosen:
-            yield Check("FAILED", WHERE, f"{text} names no interface of this machine; it has {', '.join(known)}")
+            has = ", ".join(known)
+            yield Check("FAILED", WHERE, f"{text} names no interface of this machine; it has {has}")
         elif down := [name for name in chosen if _read(folder / name / "operstate") == "down"]:
-            yield Check("FAILED", WHERE, f"{text}: {', '.join(down)} is down; bring it up, or name another interface")
+            cure = "bring it up, or name another interface"
+            yield Check("FAILED", WHERE, f"{text}: {', '.join(down)} is down; {cure}")
         else:
             yield Check("ok", WHERE, f"{text}: {', '.join(chosen)}")
 
@@ -103,18 +110,25 @@ def check_adapters(settings: Mapping[str, str], ports: Sequence[Port]) -> Iterat
     if not ports:
         if value:
             cure = "take it out, or look why the adapter's driver is not loaded"
-            yield Check("warning", WHERE, f"NCCL_IB_HCA={value}, and this machine has no adapter: {cure}")
+            text = f"NCCL_IB_HCA={value}, and this machine has no adapter: {cure}"
+            yield Check("warning", WHERE, text)
         return
     if settings.get("NCCL_IB_DISABLE") == "1":
-        yield Check("warning", WHERE, f"NCCL_IB_DISABLE=1: NCCL leaves {_names(ports)} alone and uses TCP; take it out")
+        text = f"NCCL_IB_DISABLE=1: NCCL leaves {_names(ports)} alone and uses TCP; take it out"
+        yield Check("warning", WHERE, text)
         return
-    chosen = [port for port in ports if not value or selects(value)(port.name) or selects(value)(_adapter(port))]
+    chosen = list(ports)
+    if value:
+        is_chosen = selects(value)
+        chosen = [port for port in ports if is_chosen(port.name) or is_chosen(_adapter(port))]
     active = [port for port in chosen if port.state == ACTIVE]
     if not chosen:
-        yield Check("FAILED", WHERE, f"NCCL_IB_HCA={value} names no adapter of this machine; it has {_names(ports)}")
+        text = f"NCCL_IB_HCA={value} names no adapter of this machine; it has {_names(ports)}"
+        yield Check("FAILED", WHERE, text)
     elif not active:
         told = ", ".join(f"{port.name} is {port.state}" for port in chosen)
-        yield Check("warning", WHERE, f"no port is active ({told}): NCCL uses TCP; check cables and subnet manager")
+        cure = "NCCL uses TCP; check cables and subnet manager"
+        yield Check("warning", WHERE, f"no port is active ({told}): {cure}")
     else:
         unused = [port for port in chosen if port not in active]
         text = f"{', '.join(f'{port.name} {port.rate}' for port in active)}"
@@ -126,14 +140,16 @@ def check_adapters(settings: Mapping[str, str], ports: Sequence[Port]) -> Iterat
 def check_timeout(value: str | None) -> Iterator[Check]:
     """Check the time that an adapter waits for an answer."""
     if value is not None and not (value.isdecimal() and int(value) <= LARGEST_TIMEOUT):
-        yield Check("warning", WHERE, f"NCCL_IB_TIMEOUT={value}; allowed: a whole number from 0 to {LARGEST_TIMEOUT}")
+        allowed = f"a whole number from 0 to {LARGEST_TIMEOUT}"
+        yield Check("warning", WHERE, f"NCCL_IB_TIMEOUT={value}; allowed: {allowed}")
 
 
 def check_locked_memory(limit: int) -> Iterator[Check]:
     """Check that a process may lock as much memory as its adapters need. `limit`: in bytes."""
     if limit != resource.RLIM_INFINITY:
-        cure = "ulimit -l unlimited, LimitMEMLOCK=infinity of systemd, or --ulimit memlock=-1 of the container"
-        yield Check("warning", WHERE, f"a process may lock {human_bytes(limit)} of memory, adapters need more: {cure}")
+        text = f"a process may lock {human_bytes(limit)} of memory, adapters need more"
+        cure = "ulimit -l unlimited, LimitMEMLOCK=infinity of systemd, or memlock=-1 of the container"
+        yield Check("warning", WHERE, f"{text}: {cure}")
 
 
 def check_shared_memory(root: Path) -> Iterator[Check]:
@@ -144,8 +160,9 @@ def check_shared_memory(root: Path) -> Iterator[Check]:
         return
     size = found.f_frsize * found.f_blocks
     if size < LEAST_SHARED_BYTES:
-        cure = "give the container 1 GB or more, as in --shm-size=1g; on Kubernetes an emptyDir with medium: Memory"
-        yield Check("warning", WHERE, f"/dev/shm has {human_bytes(size)}, in which NCCL's ranks exchange data: {cure}")
+        text = f"/dev/shm has {human_bytes(size)}, in which NCCL's ranks exchange data"
+        cure = "give the container 1 GB (--shm-size=1g; on Kubernetes an emptyDir in memory)"
+        yield Check("warning", WHERE, f"{text}: {cure}")
 
 
 def _names(ports: Sequence[Port]) -> str:

@@ -238,9 +238,9 @@ class RunAccount:
                 self._disagree(record, f"digests {known.digest[:8]} and {record.digest[:8]} (of {island})")
 
     def find_slowest(self) -> str | None:
-        """Return the island for which the others waited longest in the newest rounds; None if they did not wait.
+        """Return the island for which the others waited longest in the newest rounds.
 
-        The others wait for the one that itself waits least.
+        None if they did not wait. They wait for the one that itself waits least.
         """
         waits_of: dict[Attempt, dict[str, float]] = {}
         for name, island in self.islands.items():

@@ -219,13 +219,17 @@ def find_absences(run: RunRecords) -> dict[str, list[float]]:
 
 
 def find_gaps(times: Sequence[float], absences: Sequence[float]) -> set[int]:
-    """Return the positions of the points before which a line is interrupted. `times`: of its points, in order."""
+    """Return the positions of the points before which a line is interrupted.
+
+    `times`: of its points, in order.
+    """
     return {bisect.bisect(times, begin) for begin in absences} - {0, len(times)}
 
 
 def with_gaps(values: Sequence[float], gaps: set[int]) -> list[float]:
     """Return the values with a NaN, which is not drawn, before those at the positions `gaps`."""
-    return [each for place, value in enumerate(values) for each in ([math.nan] * (place in gaps) + [value])]
+    parts = [[math.nan, value] if place in gaps else [value] for place, value in enumerate(values)]
+    return [value for part in parts for value in part]
 
 
 def sending_rounds(island: IslandRecords) -> list[RoundRecord]:

@@ -1,8 +1,9 @@
-"""How the ranks of an island have ended that torchrun has started, for the records of its next life.
+"""How the ranks of an island under torchrun have ended, for the records of its next life.
 
-`diloco launch` sees each of its ranks end (ends.py). torchrun does not tell what it has seen, and on several nodes
-no process sees all ranks. So each rank that ends leaves a note in the island's folder, which its nodes share. A rank
-without a note was killed, or its node was lost. Only `diloco train` leaves notes.
+`diloco launch` sees each of its ranks end (ends.py). torchrun does not tell what it has seen, and
+on several nodes no process sees all ranks. So each rank that ends leaves a note in the island's
+folder, which its nodes share. A rank without a note was killed, or its node was lost. Only `diloco
+train` leaves notes.
 """
 
 import json
@@ -20,6 +21,7 @@ FOLDER = "ends"
 LIFE = "life.json"
 """In the folder while the island's ranks run, and after a life that has not ended as it should."""
 FAILED = "failed: "
+MEANWHILE = "; meanwhile "
 MOST_CHARACTERS = 400
 
 
@@ -33,26 +35,35 @@ class RankEnd:
         self._memory_kills = count_memory_kills()
 
     def note(self, text: str) -> None:
-        """Note why this rank ends, and whether the kernel has ended processes here meanwhile. Never raises."""
-        kills = count_memory_kills()
-        more = kills - self._memory_kills if kills is not None and self._memory_kills is not None else 0
-        memory = f"; meanwhile the kernel ended {more} on {socket.gethostname()} for lack of memory" if more > 0 else ""
+        """Note why this rank ends, and whether the kernel has ended processes here meanwhile.
+
+        Never raises.
+        """
+        memory = ""
+        if more := (count_memory_kills() or 0) - (self._memory_kills or 0):
+            where = socket.gethostname()
+            memory = f"{MEANWHILE}the kernel ended {more} on {where} for lack of memory"
         with suppress(OSError):
             if self._folder.is_dir():
                 (self._folder / str(self._rank)).write_text(f"{text[:MOST_CHARACTERS]}{memory}")
 
     def begin_life(self) -> str:
-        """Return why the life before ended, if a rank failed or was killed; else an empty text. The leader calls it."""
+        """Return why the life before ended, if a rank failed or was killed; else an empty text.
+
+        The leader calls it.
+        """
         cause = ""
         with suppress(OSError, ValueError, KeyError, TypeError):
             life = json.loads((self._folder / LIFE).read_text())
-            notes = {int(path.name): path.read_text() for path in self._folder.iterdir() if path.name.isdecimal()}
+            paths = [path for path in self._folder.iterdir() if path.name.isdecimal()]
+            notes = {int(path.name): path.read_text() for path in paths}
             cause = describe_ends(notes, life["ranks"], life["per_node"])
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_notes()
             num_ranks = int(os.environ["WORLD_SIZE"])
-            life = {"ranks": num_ranks, "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))}
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+            life = {"ranks": num_ranks, "per_node": per_node}
             write_atomically(self._folder / LIFE, json.dumps(life))
         return cause
 
@@ -67,9 +78,14 @@ class RankEnd:
 
 
 def build_rank_end(folder: Path) -> RankEnd | None:
-    """Return the notes of this rank; None if `diloco launch` sees its end, or the island has no other ranks."""
+    """Return the notes of this rank.
+
+    None if `diloco launch` sees its end, or the island has no other ranks.
+    """
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return None if is_alone or find_notes() is not None else RankEnd(folder, int(os.environ["RANK"]))
+    if is_alone or find_notes() is not None:
+        return None
+    return RankEnd(folder, int(os.environ["RANK"]))
 
 
 def describe_ends(notes: Mapping[int, str], num_ranks: int, per_node: int) -> str:
@@ -78,8 +94,9 @@ def describe_ends(notes: Mapping[int, str], num_ranks: int, per_node: int) -> st
     `notes`: by rank, of those that have left one.
     """
     lost = [rank for rank in range(num_ranks) if rank not in notes]
-    failed = [f"rank {rank} {text}" for rank, text in sorted(notes.items()) if text.startswith(FAILED)]
-    memory = [text.partition("; meanwhile ")[2] for text in notes.values() if "; meanwhile " in text]
+    failures = {rank: text for rank, text in sorted(notes.items()) if text.startswith(FAILED)}
+    failed = [f"rank {rank} {text}" for rank, text in failures.items()]
+    memory = [text.partition(MEANWHILE)[2] for text in notes.values() if MEANWHILE in text]
     told = [describe_lost(lost, num_ranks, per_node)] if lost else []
     # Ranks fail when one for which they wait is lost, so a loss says more.
     told += memory[:1] if lost else failed

@@ -1,4 +1,4 @@
-"""Tell the user of a command that it is alive: a line after a few seconds, then one every ten seconds."""
+"""Tell the user of a command that it is alive: a line after three seconds, then every ten seconds."""
 
 import sys
 import threading
@@ -27,7 +27,10 @@ class Work:
 
     what: str
     share: Callable[[], float | None] = _unknown
-    """Returns which share of it is done, from 0 to 1; None if that is not known. Called on another thread."""
+    """Returns which share of it is done, from 0 to 1; None if that is not known.
+
+    Called on another thread.
+    """
     began_at: float = field(default_factory=time.monotonic)
 
     def describe(self) -> str:

@@ -4,8 +4,8 @@
 
 Writes records like those of a run, serves them, opens the page in Chromium (CHROMIUM, else
 /usr/bin/chromium), and prints the milliseconds to the first complete page, and the milliseconds
-that the page computes for each second's update: the median, and the least, which other work on the
-machine disturbs less.
+that the page computes for each second's update: the median, the least, and the processor time of
+the page's main thread, which other work on the machine does not change.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -108,20 +109,40 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             open_page(page, f"http://127.0.0.1:{port}/")
-            loads = [open_page(page, f"http://127.0.0.1:{port}/") for _ in range(5)]
+            loads: list[float] = []
+            updates: list[float] = []
+            clock = page.context.new_cdp_session(page)
+            clock.send("Performance.enable", {"timeDomain": "threadTicks"})
+            load_cpu = [
+                measure_cpu(clock, loads, lambda: open_page(page, f"http://127.0.0.1:{port}/")) for _ in range(5)
+            ]
             page.wait_for_selector("#predicted td", timeout=GUARD_MS)  # as on every page after its first seconds
-            updates = []
+            update_cpu: list[float] = []
             for number in range(NUM_UPDATES):
                 for name in names:
                     write_island(folder, name, names, range(rounds + number, rounds + number + 1), start)
                 wait_for_round(page, rounds + number)
-                updates.append(page.evaluate(MEASURE))
+                update_cpu.append(measure_cpu(clock, updates, lambda: page.evaluate(MEASURE)))
             browser.close()
     finally:
         server.terminate()
         server.wait(timeout=10)
     found |= {"load_ms": round(median(loads)), "update_ms": round(median(updates), 1)}
-    return found | {"least_load_ms": round(min(loads)), "least_update_ms": round(min(updates), 1)}
+    found |= {"least_load_ms": round(min(loads)), "least_update_ms": round(min(updates), 1)}
+    return found | {"load_cpu_ms": round(median(load_cpu)), "update_cpu_ms": round(median(update_cpu), 1)}
+
+
+def measure_cpu(clock, results: list[float], work: Callable[[], float]) -> float:
+    """Append the result of `work`, and return the processor milliseconds of the page's main thread meanwhile."""
+    before = cpu_seconds(clock)
+    results.append(work())
+    return 1000 * (cpu_seconds(clock) - before)
+
+
+def cpu_seconds(clock) -> float:
+    """Return the processor time of the page's main thread, by a CDP session in the domain threadTicks."""
+    metrics = clock.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def wait_for_round(page, number: int) -> None:

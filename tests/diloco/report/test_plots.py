@@ -73,4 +73,5 @@ def test_a_line_is_interrupted_where_its_island_was_away(tmp_path: Path) -> None
     _, axes = new_axes("", "", "")
     draw_loss_line(axes, run.islands[0], "black", "-", find_absences(run)["island-0"])
     (line,) = axes.lines
-    assert [place for place, x in enumerate(line.get_xdata()) if math.isnan(x)] == [INNER_STEPS]
+    steps = line.get_xydata()[:, 0]
+    assert [place for place, step in enumerate(steps) if math.isnan(step)] == [INNER_STEPS]
