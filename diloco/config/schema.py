@@ -85,8 +85,8 @@ class RunConfig(Section):
             )
         if self.outer.moments is not None and optimizer.state_dtype != "float32":
             raise ValueError(
-                f"outer.moments averages moments in float32, and optimizer.state_dtype is {optimizer.state_dtype}; set it "
-                "to float32, or outer.moments to null"
+                f"outer.moments averages moments in float32, and optimizer.state_dtype is {optimizer.state_dtype}; set "
+                "it to float32, or outer.moments to null"
             )
         return self
 
