@@ -1,6 +1,7 @@
 """Moments in bf16 are rounded stochastically, by bits that are equal on every mesh."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from inner.checkpoint.save_load import Checkpoints
+from inner.checkpoint.state import live_tensors
 from inner.config import OptimizerConfig
+from inner.errors import InputError
+from inner.mesh import Degrees
 from inner.optim.rounded_adamw import MOMENTS, RoundedAdamW, round_stochastically, row_keys
 from inner.param_spec import ParamSlice
+from inner.params import local_tensor
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, relative_error, share
@@ -141,3 +147,33 @@ def test_moments_are_those_of_fp32_within_a_bit_of_bf16_and_the_model_learns() -
 def test_bf16_states_with_another_optimizer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"state_dtype bfloat16 is for adamw alone, and name is muon"):
         OptimizerConfig(name="muon", state_dtype="bfloat16")
+
+
+def gone_on(rank: int, folder: Path) -> tuple[bool, str]:
+    """Whether a loaded trainer goes on with the bits of the saved one; what one with moments in fp32 says to it."""
+    trainers = [build_trainer(Degrees(dp_shard=2), GROUPED, config) for config in (IN_BF16, IN_BF16, OPTIMIZER)]
+    saved, loaded, exact = trainers
+    saved.step(share(saved, batch(0)))
+    checkpoints = Checkpoints(folder, keep=2, timeout_seconds=60)
+    checkpoints.save(saved, {})
+    checkpoints.wait(60)
+    found = checkpoints.newest()
+    assert found is not None
+    checkpoints.load(loaded, found)
+    for trainer in (saved, loaded):
+        trainer.step(share(trainer, batch(1)))
+    tensors = [live_tensors(trainer.model_parts, trainer.optimizers) for trainer in (saved, loaded)]
+    pairs = [(local_tensor(tensors[0][name][0]), local_tensor(tensors[1][name][0])) for name in tensors[0]]
+    try:
+        checkpoints.load(exact, found)
+        refusal = ""
+    except InputError as error:
+        refusal = str(error)
+    checkpoints.close()
+    return all(torch.equal(*pair) for pair in pairs), refusal
+
+
+def test_a_checkpoint_keeps_the_moments_and_the_bits_that_follow(tmp_path: Path) -> None:
+    for is_equal, refusal in run_ranks(gone_on, 2, tmp_path):
+        assert is_equal
+        assert "is stepped by AdamW here, but by RoundedAdamW in the checkpoint" in refusal
