@@ -22,9 +22,9 @@ from diloco.trainers.run_of_trainer import check_length, check_resumes
 
 # Both packages have a class of this name, and each takes only its own. The loaded one is the user's.
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
 else:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
 
 KEY = "islands"
 """Key of a checkpoint with the states of the outer loop, one for each rank."""

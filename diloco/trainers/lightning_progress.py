@@ -11,7 +11,7 @@ from diloco.trainers.run_of_trainer import round_metrics
 from outer.report import RoundReport
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Trainer  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from olmo_core.distributed.utils import get_rank
-from olmo_core.train.callbacks import Callback, EvaluatorCallback
-from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+from olmo_core.distributed.utils import get_rank  # pyright: ignore[reportMissingImports]
+from olmo_core.train.callbacks import Callback, EvaluatorCallback  # pyright: ignore[reportMissingImports]
+from olmo_core.train.common import TRAIN_CE_LOSS_METRIC  # pyright: ignore[reportMissingImports]
 
 from diloco.own_loop.islands import Islands
 from diloco.trainers.run_of_trainer import check_length, check_resumes, round_metrics
