@@ -48,8 +48,10 @@ function summaryOf(rows, begin) {
   for (const [name, n] of [...ended].sort()) words.push(`${name} died ${n === 1 ? "once" : n === 2 ? "twice" : n + " times"}${missedBy(name, begin)}`);
   const joined = [...new Set(rows.filter((r) => r[2] === "joined").map((r) => r[1]))];
   if (joined.length) words.push(`${joined.join(", ")} joined`);
-  for (const [kind, one] of [["aborted", "aborted attempt"], ["left out", "exclusion"], ["loss spike", "loss spike"], ["not saved", "failed save"]])
-    if (count([kind])) words.push(`${count([kind])} ${one}${count([kind]) > 1 ? "s" : ""}`);
+  // The same words as in diloco/overview/since.py.
+  for (const [kind, one, many] of [["aborted", "attempt aborted", "attempts aborted"], ["left out", "exclusion", "exclusions"],
+    ["loss spike", "loss spike", "loss spikes"], ["not saved", "checkpoint not saved", "checkpoints not saved"]])
+    if (count([kind])) words.push(`${count([kind])} ${count([kind]) > 1 ? many : one}`);
   words.push(count(["disagreement"]) ? `${count(["disagreement"])} DISAGREEMENTS` : "no disagreement");
   return words.join("; ");
 }

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -113,16 +112,19 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
             updates: list[float] = []
             clock = page.context.new_cdp_session(page)
             clock.send("Performance.enable", {"timeDomain": "threadTicks"})
-            load_cpu = [
-                measure_cpu(clock, loads, lambda: open_page(page, f"http://127.0.0.1:{port}/")) for _ in range(5)
-            ]
+            load_cpu: list[float] = []
+            for _ in range(5):
+                loads.append(open_page(page, f"http://127.0.0.1:{port}/"))
+                load_cpu.append(1000 * cpu_seconds(clock))  # It begins anew with each page.
             page.wait_for_selector("#predicted td", timeout=GUARD_MS)  # as on every page after its first seconds
             update_cpu: list[float] = []
             for number in range(NUM_UPDATES):
                 for name in names:
                     write_island(folder, name, names, range(rounds + number, rounds + number + 1), start)
                 wait_for_round(page, rounds + number)
-                update_cpu.append(measure_cpu(clock, updates, lambda: page.evaluate(MEASURE)))
+                before = cpu_seconds(clock)
+                updates.append(page.evaluate(MEASURE))
+                update_cpu.append(1000 * (cpu_seconds(clock) - before))
             browser.close()
     finally:
         server.terminate()
@@ -132,15 +134,11 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
     return found | {"load_cpu_ms": round(median(load_cpu)), "update_cpu_ms": round(median(update_cpu), 1)}
 
 
-def measure_cpu(clock, results: list[float], work: Callable[[], float]) -> float:
-    """Append the result of `work`, and return the processor milliseconds of the page's main thread meanwhile."""
-    before = cpu_seconds(clock)
-    results.append(work())
-    return 1000 * (cpu_seconds(clock) - before)
-
-
 def cpu_seconds(clock) -> float:
-    """Return the processor time of the page's main thread, by a CDP session in the domain threadTicks."""
+    """Return the processor time of the page's main thread so far.
+
+    `clock`: a session of Chrome's DevTools protocol in the time domain threadTicks.
+    """
     metrics = clock.send("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
