@@ -48,9 +48,11 @@ class ParallelConfig(Section):
     rounding.
     """
 
-    zero: Literal[0, 2, 3] | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage. 0: each rank holds its weights whole, and gradients are summed once per step,
-    while the backward runs; dp_shard must be 1. 2 and 3: FSDP shards the weights over dp_shard and
+    while the backward runs; dp_shard must be 1. 1: FSDP shards master weights and optimizer states over
+    dp_shard and cp, and each rank gathers all weights once per step and reduces whole gradients once per
+    step, so `accumulate` has no effect. 2 and 3: FSDP shards the weights over dp_shard and
     cp; 3 frees a block's gathered weights after its forward, 2 keeps them. null: 0 if dp_shard is 1
     and either cp is 1 or a rank's share of the model has at most 500M parameters; otherwise 2 with
     a pipeline and 3 without. Experts under ep or tp need 2 or 3."""
@@ -89,7 +91,12 @@ class ParallelConfig(Section):
         """Return whether each micro-batch reduces its gradients over the shards. With one shard
         there is nothing to reduce.
         """
-        return self.accumulate == "sharded" and num_shards > 1
+        return self.accumulate == "sharded" and self.zero != 1 and num_shards > 1
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether gathered weights are kept from the first micro-batch of a step to the last."""
+        return self.zero == 1
 
     def on_device(self, device_type: str, pp: int) -> "ParallelConfig":
         """Return the config with `sequence_parallel` decided for a type of device."""

@@ -62,7 +62,9 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
         times = degrees.num_data_ranks // moved.num_data_ranks
         return replace(work, degrees=moved, num_micro_batches=work.num_micro_batches * times)
 
-    if parallel.accumulate == "whole" and work.num_shards > 1 and work.num_micro_batches > 1:
+    if parallel.keeps_weights and work.num_shards > 1:
+        yield "island.parallel.zero=2", with_parallel(zero=2)
+    elif parallel.accumulate == "whole" and work.num_shards > 1 and work.num_micro_batches > 1:
         yield "island.parallel.accumulate=sharded", with_parallel(accumulate="sharded")
     if work.has_whole_weights and degrees.cp > 1:
         stage = 3 if degrees.pp == 1 else 2

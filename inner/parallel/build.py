@@ -218,7 +218,10 @@ def build_runner(
     reduces_each = layout.parallel.reduces_each_micro_batch(1 if layout.has_whole_weights else degrees.fsdp)
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss
-        return OneStage(stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each)
+        keeps_weights = layout.parallel.keeps_weights
+        return OneStage(
+            stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each, keeps_weights=keeps_weights
+        )
     num_positions = len(layout.positions_at(shape.seq_len))
     stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
     stream = StreamShape(shape.micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from inner.data.micro_batch import MicroBatch
 from inner.model.transformer import Transformer
 from inner.parallel.weights.compute_copies import ComputeCopies
-from inner.parallel.weights.gradient_sync import set_gradient_sync
+from inner.parallel.weights.gradient_sync import set_freeing, set_gradient_sync
 
 Loss = Callable[[Transformer, MicroBatch], Tensor]
 """(model, micro-batch) -> summed loss, 0-dim fp32."""
@@ -36,15 +36,18 @@ class OneStage:
         copies: ComputeCopies,
         *,
         reduces_each: bool,
+        keeps_weights: bool = False,
         loss: Loss = whole_loss,
     ) -> None:
         """Set the model and options. `reduces_each`: whether every micro-batch, and not only the
-        last, reduces its gradients over the shards.
+        last, reduces its gradients over the shards. `keeps_weights`: whether gathered weights are kept
+        until the last micro-batch.
         """
         self._model = model
         self._device = device
         self._copies = copies
         self._reduces_each = reduces_each
+        self._keeps_weights = keeps_weights
         self._loss = partial(loss, model)
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
@@ -57,6 +60,7 @@ class OneStage:
                 is_last = number == len(micro_batches) - 1
                 self._copies.begin_backward(self._model, is_last=is_last)
                 set_gradient_sync(self._model, over_shards=is_last or self._reduces_each, over_replicas=is_last)
+                set_freeing(self._model, after_backward=is_last or not self._keeps_weights)
                 loss = self._loss(micro_batch)
                 (loss * scale).backward()
                 total += loss.detach()

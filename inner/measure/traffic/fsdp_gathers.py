@@ -25,7 +25,7 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
 
     A forward or backward gathers the weights that it needs and that are not already gathered. The
     weights of a block and of the embedding are freed after their forward under ZeRO-3, after their
-    backward (in a pipeline only after the last backward), and when their stage is not among the
+    backward (in a pipeline and with ZeRO-1 only after the last backward), and when their stage is not among the
     next to compute. The backward of the embedding needs no weights.
     """
     order = work.orders[pp_rank]
@@ -57,7 +57,7 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
         if action.kind == "forward" and work.frees_after_forward:
             embeddings = embeddings - {action.stage}
             blocks = blocks - {action.stage}
-        if action.kind == "backward" and not is_pipeline:
+        if action.kind == "backward" and not is_pipeline and not work.parallel.keeps_weights:
             embeddings = set()
             roots = set()
             blocks = set()

@@ -1,5 +1,5 @@
-"""Controls FSDP's gradients in a backward: over which ranks it reduces them, and when it treats the
-backward as finished.
+"""Controls FSDP in a backward: over which ranks it reduces gradients, when it treats the backward as
+finished, and whether it frees weights.
 """
 
 from collections.abc import Iterator
@@ -34,6 +34,12 @@ def one_backward(model: nn.Module) -> Iterator[None]:
     state._state_ctx.post_backward_final_callback_queued = True
     yield
     state._root_post_backward_final_callback()
+
+
+def set_freeing(model: nn.Module, *, after_backward: bool) -> None:
+    """Choose whether the next backward frees the weights that it has used, or keeps them gathered."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(after_backward)
 
 
 def keep_weights(model: nn.Module) -> None:

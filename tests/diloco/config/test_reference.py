@@ -38,4 +38,4 @@ def test_the_limits_and_choices_of_a_setting_are_listed() -> None:
     listed = {each.key: each.allowed for each in list_settings()}
     assert listed["outer.mix"] == "number at least 0 and at most 1"
     assert listed["outer.below_quorum"] == "wait, continue, stop"
-    assert listed["island.parallel.zero"] == "0, 2, 3 or null"
+    assert listed["island.parallel.zero"] == "0, 1, 2, 3 or null"

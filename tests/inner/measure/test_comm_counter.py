@@ -156,6 +156,7 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "tensor parallel, biases": (Degrees(tp=4), ParallelConfig(), BIASED, "float32", 1),
     "ring, wide heads": (Degrees(cp=2, tp=2), ParallelConfig(), BIASED, "float32", 1),
     "FSDP in bfloat16, tied": (Degrees(dp_shard=4), ParallelConfig(), TIED, "bfloat16", 1),
+    "ZeRO-1": (Degrees(dp_shard=2), ParallelConfig(zero=1), SIZES, "bfloat16", 3),
     "FSDP, whole gradients": (Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), SIZES, "bfloat16", 3),
     "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
     "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),

@@ -91,6 +91,7 @@ MESHES = {
     "fsdp 4, full, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(recompute="full"), dtype="bfloat16"),
     "whole gradients": Case(Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), num_micro_batches=3),
     "whole gradients, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(accumulate="whole"), dtype="bfloat16"),
+    "ZeRO-1": Case(Degrees(dp_shard=4), ParallelConfig(zero=1), dtype="bfloat16", num_micro_batches=3),
     "ZeRO-2": Case(Degrees(dp_shard=2), ParallelConfig(zero=2)),
     "HSDP": Case(Degrees(dp_replicate=2, dp_shard=2), num_micro_batches=3),
     "replicas": Case(Degrees(dp_replicate=2)),
