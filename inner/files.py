@@ -72,10 +72,12 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, data: bytes | bytearray) -> None:
-    """Write a file and return once its data is on the disk. A kill may leave an incomplete file."""
+def write_synced(path: Path, *pieces: bytes | bytearray | memoryview) -> None:
+    """Write the pieces into a file, one after the other, and return once they are on the disk. A kill
+    may leave an incomplete file.
+    """
     with path.open("wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

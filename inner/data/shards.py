@@ -124,7 +124,8 @@ class ShardBuilder:
     """A shard that is being collected in memory."""
 
     counts: ShardCounts = field(default_factory=ShardCounts)
-    tokens: dict[SplitName, bytearray] = field(default_factory=lambda: {split: bytearray() for split in SPLITS})
+    tokens: dict[SplitName, list[np.ndarray]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    """An array of each document, because one that grows would be copied again and again."""
     ends: dict[SplitName, array] = field(default_factory=lambda: {split: array("q") for split in SPLITS})
 
     @property
@@ -135,7 +136,7 @@ class ShardBuilder:
         """Append the tokens of a training document, eos included."""
         self.counts.train_documents += 1
         self.counts.train_tokens += len(ids)
-        self.tokens["train"] += ids.data
+        self.tokens["train"].append(ids)
         self.ends["train"].append(self.counts.train_tokens)
 
     def add_heldout(self, ids: np.ndarray, num_bytes: int) -> None:
@@ -143,7 +144,7 @@ class ShardBuilder:
         self.counts.heldout_documents += 1
         self.counts.heldout_tokens += len(ids)
         self.counts.heldout_bytes += num_bytes
-        self.tokens["heldout"] += ids.data
+        self.tokens["heldout"].append(ids)
         self.ends["heldout"].append(self.counts.heldout_tokens)
 
     def pad(self, split: SplitName, ids: np.ndarray) -> None:
@@ -154,7 +155,7 @@ class ShardBuilder:
             self.counts.train_tokens += len(ids)
         else:
             self.counts.heldout_tokens += len(ids)
-        self.tokens[split] += ids.tobytes()
+        self.tokens[split].append(ids)
         if self.ends[split]:
             self.ends[split][-1] += len(ids)
 
@@ -165,7 +166,7 @@ def publish_shard(folder: Path, number: int, shard: ShardBuilder) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     for split in SPLITS:
-        write_synced(beside / f"{split}.bin", shard.tokens[split])
+        write_synced(beside / f"{split}.bin", *(ids.data for ids in shard.tokens[split]))
         write_synced(beside / f"{split}.ends", shard.ends[split].tobytes())
     write_synced(beside / COUNTS, json.dumps(asdict(shard.counts), indent=1).encode())
     beside.rename(shard_folder(folder, number))

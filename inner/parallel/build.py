@@ -5,7 +5,7 @@ can be combined.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,15 @@ from inner.parallel.one_stage import OneStage, whole_loss
 from inner.parallel.own_model import build_own_model, own_model_loss
 from inner.parallel.pipeline.evaluation import LocalStages, StreamShape
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
-from inner.parallel.pipeline.step import Pipeline
 from inner.parallel.recompute import apply_recompute
 from inner.parallel.tensor import apply_tensor_parallel
 from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.fsdp import apply_block_fsdp, apply_fsdp
 from inner.parallel.weights.replicas import ReplicaSums, replicate
 from inner.parallel.weights.zero_stage import has_sparse_experts, has_whole_weights, uses_fsdp
+
+if TYPE_CHECKING:
+    from inner.parallel.pipeline.step import Pipeline
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class StepShape:
 
 def build_runner(
     layout: Layout, stages: Sequence[Transformer], copies: ComputeCopies, shape: StepShape
-) -> OneStage | Pipeline:
+) -> "OneStage | Pipeline":
     """Build the runner of this rank's stages over the micro-batches of a step of this shape. Every
     rank must call it. `copies`: those of the stages, which all runners of a trainer share.
     """
@@ -226,6 +228,9 @@ def build_runner(
     stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
     stream = StreamShape(shape.micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
     local = LocalStages(stages, layout.stage_ranks, layout.mesh.pp_group, stream, layout.device)
+    # Imported here because torch's schedules bring its compiler, which most islands do not need.
+    from inner.parallel.pipeline.step import Pipeline
+
     return Pipeline(local, copies, layout.parallel.schedule, shape.num_micro_batches, reduces_each=reduces_each)
 
 
