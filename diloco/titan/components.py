@@ -1,4 +1,4 @@
-"""Components of torchtitan's trainer that know of the run. They are put into the trainer's config."""
+"""Components of torchtitan's trainer that know of the run, which are put into its config."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -17,8 +17,8 @@ from outer.report import RoundReport
 
 
 def derive(config: Configurable.Config, mixin: type, **attributes: Any) -> Configurable.Config:
-    """Return a copy of a component's config that builds a subclass of the component, with `mixin` in
-    front of it and with these attributes.
+    """Return a copy of a component's config that builds a subclass of the component, with `mixin`
+    in front of it and with these attributes.
     """
     component = type(config)._owner  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -85,7 +85,7 @@ class Validating(BaseValidator):
 
 
 class Recording(MetricsProcessor):
-    """A metrics processor that logs what rounds cost, and keeps the loss for the island's records."""
+    """A metrics processor that logs what rounds cost, and keeps the loss for own records."""
 
     _loss: float | None = None
     _rounds: dict[str, float]

@@ -12,7 +12,7 @@ from diloco.own_loop.run_config import OwnLoopConfig, read_config
 
 log = logging.getLogger(__name__)
 ROUTER_BIASES = "*.expert_bias_E"
-"""Biases by which routers balance their experts. They are state, although no gradient trains them."""
+"""Biases by which routers balance their experts: state, although no gradient trains them."""
 
 
 def read_run(config: Any) -> OwnLoopConfig:

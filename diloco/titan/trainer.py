@@ -33,7 +33,7 @@ def with_islands(config: Trainer.Config) -> Trainer.Config:
 
         island_parts: int = 0
         """Parts into which the islands' common dataset is cut: island k reads part k, modulo their
-        number. 0: outer.start_islands. 1: each island reads all of its dataset, which is its own."""
+        number. 0: outer.start_islands. 1: each island has a dataset of its own and reads all of it."""
 
         island_buffers: list[str] = field(default_factory=list)
         """Buffers that islands share: NAME=mean or NAME=donor. Biases of routers always are."""
@@ -89,7 +89,7 @@ class IslandsTrainer(Trainer):
         super().close()
 
     def _count_tokens(self) -> int:
-        """Return the tokens of the step, 0 if another rank computes on the same ones and counts them."""
+        """Return the tokens of the step, 0 if another rank that computes on them counts them."""
         tokens = self.ntokens_seen - self._tokens_before
         self._tokens_before = self.ntokens_seen
         meshes = [self.parallel_dims.get_optional_mesh(axis) for axis in ("tp", "pp")]
