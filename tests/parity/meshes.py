@@ -115,6 +115,9 @@ GPT2 = replace(
         ffn_bias=True,
         positions="learned",
         max_positions=19,
+        # Without RoPE and without a cap the biases of keys change nothing, and their gradients are
+        # rounding alone.
+        score_cap=2.0,
     ),
 )
 NEOX = replace(
