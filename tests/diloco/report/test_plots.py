@@ -4,6 +4,7 @@ import math
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diloco.records.run_folder import RunRecords, read_run, write_facts
@@ -73,5 +74,5 @@ def test_a_line_is_interrupted_where_its_island_was_away(tmp_path: Path) -> None
     _, axes = new_axes("", "", "")
     draw_loss_line(axes, run.islands[0], "black", "-", find_absences(run)["island-0"])
     (line,) = axes.lines
-    steps = line.get_xydata()[:, 0]
+    steps = np.asarray(line.get_xdata(), dtype=float)
     assert [place for place, step in enumerate(steps) if math.isnan(step)] == [INNER_STEPS]
