@@ -66,12 +66,10 @@ class StepRecord:
     """For a model with experts: `sequence_loss` (1 at balance) and `router_z_loss` per token and
     layer, each if it has a weight, and `dropped`, the number of choices above the capacity."""
     depth_losses: dict[str, float] = field(default_factory=dict)
-    """With multi-token prediction: the loss of each extra depth, by its number from 1 on. `loss` is
-    that of the next token."""
+    """With multi-token prediction: the loss of each extra depth, from 1 on. `loss` is that of the next token."""
     loss_scale: float | None = None
-    """In float16: the factor of the step's losses."""
     overflow: bool = False
-    """In float16: whether the step was skipped because its gradient was too large with this factor."""
+    """In float16: the factor of the losses, and whether the gradient was too large with it and was skipped."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 

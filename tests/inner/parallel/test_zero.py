@@ -26,7 +26,7 @@ Life = tuple[list[float | None], tuple[float, int], list[Tensor], int]
 
 def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
     """Losses, a held-out loss between two steps, the last weights, and the number of gathers in the last step."""
-    trainer = build_trainer(degrees, parallel=parallel)
+    trainer = build_trainer(degrees, parallel=parallel, micro_batch=1)
     assert trainer.micro_batches_per_step > 1
     losses = [trainer.step(share(trainer, batch(step))).loss for step in range(STEPS - 1)]
     heldout = trainer.evaluate([batch(100)[: trainer.settings.micro_batch]])
