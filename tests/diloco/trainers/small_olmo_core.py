@@ -12,7 +12,7 @@ from olmo_core.optim import AdamWConfig
 from olmo_core.optim.scheduler import LinearWithWarmup
 from olmo_core.train import Duration, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
-from olmo_core.train.train_module import TransformerPipelineTrainModule, TransformerTrainModule
+from olmo_core.train.train_module import TransformerTrainModule
 
 from diloco.trainers.olmo_core import IslandsCallback
 
@@ -56,11 +56,10 @@ class Look(Callback):
 
     def post_train_batch(self) -> None:
         module = self.trainer.train_module
-        optimizers = getattr(module, "optimizers", None) or [module.optim]
-        self.seen.append((self.step, float(optimizers[0].param_groups[0]["lr"])))
+        self.seen.append((self.step, float(module.optim.param_groups[0]["lr"])))
         loss = self.trainer.get_metric("train/CE loss")
-        if loss is not None:  # Only the last stage of a pipeline has one.
-            self.losses.append(loss.item())
+        assert loss is not None
+        self.losses.append(loss.item())
         if self.step == self._stop_at:
             self.trainer.cancel_run("the test ends it", no_sync=True)
 
@@ -72,14 +71,10 @@ Look.priority = 3
 """It sees a step before the islands change the trainer's step."""
 
 
-def small_transformer(seed: int = 0, num_experts: int = 0) -> torch.nn.Module:
+def small_transformer(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 32, "n_layers": 2, "n_heads": 2}
-    if num_experts:
-        experts = {"num_experts": num_experts, "top_k": 2, "expert_hidden_size": 16}
-        model = TransformerConfig.llama_like_moe(**sizes, **experts).build()
-    else:
-        model = TransformerConfig.llama_like(**sizes, hidden_size_multiple_of=16).build()
+    model = TransformerConfig.llama_like(**sizes, hidden_size_multiple_of=16).build()
     model.init_weights(device=torch.device("cpu"), max_seq_len=SEQ_LEN)
     return model
 
@@ -88,11 +83,8 @@ def build(folder: Path, islands: IslandsCallback | None, look: Look, **settings:
     """A trainer that has not begun; by default it saves nothing."""
     num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     parallel = settings.pop("parallel", {})
-    model = settings.pop("model", None) or small_transformer()
-    is_pipeline = "pp_config" in parallel
-    num_ranks, rank = (1, 0) if is_pipeline else (num_ranks, rank)
-    module = (TransformerPipelineTrainModule if is_pipeline else TransformerTrainModule)(
-        model,
+    module = TransformerTrainModule(
+        small_transformer(),
         AdamWConfig(lr=1e-1),
         SEQ_LEN,
         SEQ_LEN,
