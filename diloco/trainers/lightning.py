@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -77,7 +77,9 @@ class IslandsCallback(Callback):
         self.islands = Islands(
             self._config, pl_module, trainer.optimizers, self._overrides, state=state, buffers=self._buffers
         )
-        self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if trainer.world_size > 1:
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self._follow(trainer)
 
     def on_train_batch_end(
