@@ -23,7 +23,7 @@ from diloco.trainers.run_of_trainer import check_length, check_resumes, round_me
 class IslandsCallback(Callback):
     """Makes the processes of a trainer one island of a run. Give each island its own data.
 
-    The model may be sharded, the stages of a pipeline, or have experts.
+    The model may be sharded by FSDP2; pipelines and experts have not been tried.
     """
 
     priority: ClassVar[int] = 2
